@@ -1,0 +1,100 @@
+"""What a run has cost: events, and the accountants that price them. No torch here; names load when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "calibration": ("calibrate", "calibrate_release", "max_steps"),
+    "events": (
+        "Charge",
+        "GaussianRelease",
+        "HiddenDirectionRelease",
+        "HiddenSite",
+        "NominalRelease",
+        "PaperRelease",
+        "Release",
+        "SampledStep",
+        "Unaccounted",
+    ),
+    "functions": (
+        "auto_rejection_threshold",
+        "gaussian_epsilon",
+        "hidden_direction_epsilon",
+        "hidden_direction_release",
+    ),
+    "ledger": ("Ledger",),
+    "paper": ("NominalEpsilon", "paper_nominal", "paper_nominal_epsilon"),
+    "pricing": ("delta_at", "epsilon", "privacy_profile"),
+    "rejection": ("AUTO_FRACTION",),
+    "statement": ("PrivacySpent", "privacy_spent"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+if TYPE_CHECKING:
+    from dpulr.accounting.calibration import calibrate, calibrate_release, max_steps
+    from dpulr.accounting.events import (
+        Charge,
+        GaussianRelease,
+        HiddenDirectionRelease,
+        HiddenSite,
+        NominalRelease,
+        PaperRelease,
+        Release,
+        SampledStep,
+        Unaccounted,
+    )
+    from dpulr.accounting.functions import (
+        auto_rejection_threshold,
+        gaussian_epsilon,
+        hidden_direction_epsilon,
+        hidden_direction_release,
+    )
+    from dpulr.accounting.ledger import Ledger
+    from dpulr.accounting.paper import NominalEpsilon, paper_nominal, paper_nominal_epsilon
+    from dpulr.accounting.pricing import delta_at, epsilon, privacy_profile
+    from dpulr.accounting.rejection import AUTO_FRACTION
+    from dpulr.accounting.statement import PrivacySpent, privacy_spent
+
+__all__ = [
+    "AUTO_FRACTION",
+    "Charge",
+    "GaussianRelease",
+    "HiddenDirectionRelease",
+    "HiddenSite",
+    "Ledger",
+    "NominalEpsilon",
+    "NominalRelease",
+    "PaperRelease",
+    "PrivacySpent",
+    "Release",
+    "SampledStep",
+    "Unaccounted",
+    "auto_rejection_threshold",
+    "calibrate",
+    "calibrate_release",
+    "delta_at",
+    "epsilon",
+    "gaussian_epsilon",
+    "hidden_direction_epsilon",
+    "hidden_direction_release",
+    "max_steps",
+    "paper_nominal",
+    "paper_nominal_epsilon",
+    "privacy_profile",
+    "privacy_spent",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,172 @@
+"""From a target epsilon to the noise or the number of steps. What is returned has been priced: it never overshoots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from dpulr.accounting import cache, checks
+from dpulr.accounting.events import Charge, GaussianRelease, Release, SampledStep, to_dict
+from dpulr.accounting.functions import PerLayer, hidden_direction_release
+from dpulr.accounting.pricing import epsilon, total_shift
+
+TOLERANCE = 5e-4  # relative width at which the search for the noise ends
+LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
+
+
+def calibrate(
+    *,
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    mechanism: str = "gaussian",
+    rejection_threshold: int = 0,
+    min_dataset_size: int | None = None,
+    dims: Sequence[int] = (),
+    layer_weights: PerLayer = None,
+    repeats: int | Sequence[int] = 1,
+    frames: int | Sequence[int] = 1,
+    gaussian_weights: Sequence[float] = (),
+    method: str = "pld",
+) -> float:
+    """The smallest noise multiplier (within 1e-3) whose epsilon does not exceed the target."""
+    make: Callable[[float], Release]
+    if mechanism == "gaussian":
+        make = GaussianRelease
+    elif mechanism == "hidden-direction":
+
+        def make(noise: float) -> Release:
+            return hidden_direction_release(
+                noise,
+                dims,
+                layer_weights=layer_weights,
+                repeats=repeats,
+                frames=frames,
+                gaussian_weights=gaussian_weights,
+            )
+
+    else:
+        raise ValueError(f"mechanism is {mechanism!r}; only 'gaussian' and 'hidden-direction' can be calibrated.")
+    return calibrate_release(
+        make,
+        target_epsilon=target_epsilon,
+        delta=delta,
+        sample_rate=sample_rate,
+        steps=steps,
+        rejection_threshold=rejection_threshold,
+        min_dataset_size=min_dataset_size,
+        method=method,
+    )
+
+
+def calibrate_release(
+    make_release: Callable[[float], Release],
+    *,
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    rejection_threshold: int = 0,
+    min_dataset_size: int | None = None,
+    method: str = "pld",
+) -> float:
+    """The same for any release that gets cheaper as the noise multiplier grows."""
+    checks.positive("target_epsilon", target_epsilon)
+    checks.delta(delta)
+    checks.whole("steps", steps, 1)
+    checks.method(method)
+
+    def charge(noise: float) -> Charge:
+        return Charge(SampledStep(make_release(noise), sample_rate, rejection_threshold, min_dataset_size), steps)
+
+    _refuse_hopeless(charge(1.0), target_epsilon, delta)
+    key = {
+        "release": to_dict(charge(1.0)),
+        "half": to_dict(charge(0.5)),
+        "target": target_epsilon,
+        "delta": delta,
+        "method": method,
+    }
+    return cache.remember(
+        "calibrate", key, lambda: _smallest(lambda noise: epsilon([charge(noise)], delta, method), target_epsilon)
+    )
+
+
+def _refuse_hopeless(charge: Charge, target: float, delta: float) -> None:
+    shift = total_shift([charge])
+    if shift >= target or -math.expm1(-shift) >= delta:
+        raise ValueError(
+            "No noise reaches the target: rejection alone costs too much. Lower rejection_threshold, "
+            "or let it be chosen with 'auto'."
+        )
+
+
+def _smallest(price: Callable[[float], float], target: float) -> float:
+    """Root of the falling price(noise) = target, in logarithms, by false position; returns the upper end."""
+
+    def gap(noise: float) -> float:
+        value = price(noise)
+        return math.log(value / target) if 0 < value < math.inf else (-10.0 if value == 0 else 10.0)
+
+    low = high = min(max(2.0 / target, 0.3), 30.0)
+    low_gap = high_gap = gap(low)
+    stride = 2.0
+    while low_gap <= 0:
+        if low <= LEAST_NOISE:
+            return low
+        high, high_gap = low, low_gap
+        low = max(low / stride, LEAST_NOISE)
+        low_gap, stride = gap(low), min(stride**1.5, 8.0)
+    stride = 2.0
+    while high_gap > 0:
+        if high >= MOST_NOISE:
+            raise ValueError("No noise reaches the target epsilon at this delta, sample rate and number of steps.")
+        low, low_gap = high, high_gap
+        high *= stride
+        high_gap, stride = gap(high), min(stride**1.5, 64.0)
+    return _narrow(gap, low, low_gap, high, high_gap)
+
+
+def _narrow(gap: Callable[[float], float], low: float, low_gap: float, high: float, high_gap: float) -> float:
+    for turn in range(200):
+        width = math.log(high / low)
+        if width <= TOLERANCE:
+            break
+        share = low_gap / (low_gap - high_gap)
+        if turn % 3 == 2:
+            share = 0.5  # false position can stall on one side
+        # Aim a little beyond the root, to either side in turn, so that both ends close in.
+        nudge = 0.4 * TOLERANCE / width * (1 if turn % 2 == 0 else -1)
+        share = min(max(share + nudge, 0.02), 0.98) if width > 10 * TOLERANCE else min(max(share + nudge, 0.1), 0.9)
+        middle = low * math.exp(share * width)
+        value = gap(middle)
+        if value > 0:
+            low, low_gap = middle, value
+        else:
+            high, high_gap = middle, value
+    return high
+
+
+def max_steps(
+    step: SampledStep, *, target_epsilon: float, delta: float, already: Iterable[Charge] = (), method: str = "pld"
+) -> int:
+    """The largest number of such steps that stays within the target, on top of what is already spent. It may be 0."""
+    checks.positive("target_epsilon", target_epsilon)
+    checks.delta(delta)
+    spent = list(already)
+
+    def fits(count: int) -> bool:
+        return epsilon([*spent, Charge(step, count)], delta, method) <= target_epsilon
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, high * 4
+        if high > 10**9:
+            raise ValueError("More than 1e9 steps fit: the target does not limit this step.")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,99 @@
+"""Epsilon in one call, for the mechanisms of this project, by the names everybody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpulr.accounting import checks
+from dpulr.accounting.events import Charge, GaussianRelease, HiddenDirectionRelease, HiddenSite, Release, SampledStep
+from dpulr.accounting.pricing import epsilon
+from dpulr.accounting.rejection import AUTO_FRACTION, largest_threshold
+
+PerLayer = float | int | Sequence[float] | None
+
+
+def gaussian_epsilon(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    rejection_threshold: int = 0,
+    min_dataset_size: int | None = None,
+    method: str = "pld",
+) -> float:
+    """Epsilon of `steps` Poisson-sampled Gaussian releases (docs/theory.md, sections 3 to 5)."""
+    step = SampledStep(GaussianRelease(noise_multiplier), sample_rate, rejection_threshold, min_dataset_size)
+    return epsilon([Charge(step, steps)], delta, method)
+
+
+def hidden_direction_epsilon(
+    *,
+    noise_multiplier: float,
+    dims: Sequence[int],
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    layer_weights: PerLayer = None,
+    repeats: int | Sequence[int] = 1,
+    frames: int | Sequence[int] = 1,
+    gaussian_weights: Sequence[float] = (),
+    rejection_threshold: int = 0,
+    min_dataset_size: int | None = None,
+    method: str = "pld",
+) -> float:
+    """Epsilon of `steps` hidden-direction releases (docs/theory.md, section 6).
+
+    noise_multiplier is the noise over the clip bound of a layer of weight 1. gaussian_weights: weights of exact parts.
+    """
+    release = hidden_direction_release(
+        noise_multiplier,
+        dims,
+        layer_weights=layer_weights,
+        repeats=repeats,
+        frames=frames,
+        gaussian_weights=gaussian_weights,
+    )
+    step = SampledStep(release, sample_rate, rejection_threshold, min_dataset_size)
+    return epsilon([Charge(step, steps)], delta, method)
+
+
+def hidden_direction_release(
+    noise_multiplier: float,
+    dims: Sequence[int],
+    *,
+    layer_weights: PerLayer = None,
+    repeats: int | Sequence[int] = 1,
+    frames: int | Sequence[int] = 1,
+    gaussian_weights: Sequence[float] = (),
+) -> HiddenDirectionRelease:
+    """The release with tau_l = noise_multiplier / weight_l."""
+    checks.positive("noise_multiplier", noise_multiplier)
+    if len(dims) == 0 and len(gaussian_weights) == 0:
+        raise ValueError("dims is empty; give the dimension of at least one layer.")
+    weights = checks.per_layer("layer_weights", layer_weights, len(dims), 1)
+    draws = checks.per_layer("repeats", repeats, len(dims), 1)
+    blocks = checks.per_layer("frames", frames, len(dims), 1)
+    sites = tuple(
+        HiddenSite(dim, noise_multiplier / checks.positive("layer_weights", weight), repeat, frame)  # type: ignore[arg-type]
+        for dim, weight, repeat, frame in zip(dims, weights, draws, blocks, strict=True)
+    )
+    exact = tuple(noise_multiplier / checks.positive("gaussian_weights", weight) for weight in gaussian_weights)
+    return HiddenDirectionRelease(sites, exact)
+
+
+def auto_rejection_threshold(
+    release: Release,
+    *,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    min_dataset_size: int,
+    fraction: float = AUTO_FRACTION,
+) -> int:
+    """What rejection_threshold="auto" stands for: the largest one that raises epsilon by at most `fraction` of it."""
+
+    def epsilon_at(threshold: int) -> float:
+        return epsilon([Charge(SampledStep(release, sample_rate, threshold, min_dataset_size), steps)], delta)
+
+    return largest_threshold(epsilon_at, sample_rate=sample_rate, min_dataset_size=min_dataset_size, fraction=fraction)

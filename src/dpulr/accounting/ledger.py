@@ -1,0 +1,65 @@
+"""The ledger of a run: what was charged, in order, and what it costs. It only grows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dpulr.accounting import events, pricing
+from dpulr.accounting.events import Charge, SampledStep, Unaccounted
+
+FORMAT = 1
+
+
+class Ledger:
+    """Charges of a run. Equal steps are merged: the order of steps does not change their joint price."""
+
+    def __init__(self, charges: tuple[Charge, ...] | list[Charge] = ()) -> None:
+        self._counts: dict[SampledStep | Unaccounted, int] = {}
+        for charge in charges:
+            self.append(charge.step, charge.count)
+
+    def append(self, step: SampledStep | Unaccounted, count: int = 1) -> None:
+        """Charge `count` steps."""
+        if not isinstance(step, SampledStep | Unaccounted):
+            raise ValueError(f"{type(step).__name__} is not a step; its cost cannot be stated.")
+        charge = Charge(step, count)
+        if charge.count:
+            self._counts[step] = self._counts.get(step, 0) + charge.count
+
+    @property
+    def charges(self) -> list[Charge]:
+        return [Charge(step, count) for step, count in self._counts.items()]
+
+    @property
+    def steps(self) -> int:
+        return sum(self._counts.values())
+
+    @property
+    def certified(self) -> bool:
+        return pricing.is_certified(self.charges)
+
+    def epsilon(self, delta: float, method: str = "pld") -> float:
+        return pricing.epsilon(self.charges, delta, method)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, "charges": [events.to_dict(charge) for charge in self.charges]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
+        """The ledger written by `to_dict`; anything unknown is an error."""
+        if data.get("format") != FORMAT:
+            raise ValueError(f"Ledger format {data.get('format')!r} is not {FORMAT}: its cost cannot be stated.")
+        charges = [events.from_dict(item) for item in data["charges"]]
+        for charge in charges:
+            if not isinstance(charge, Charge):
+                raise ValueError(f"A ledger holds charges, not {type(charge).__name__}.")
+        return cls(charges)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self._counts == other._counts
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Ledger({self.charges!r})"

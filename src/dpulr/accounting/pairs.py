@@ -1,0 +1,114 @@
+"""Finite pairs of distributions that dominate a mechanism's output pair (docs/theory.md, section 4).
+
+P is the output without the record, Q with it. A pair is cut into cells; a cell knows its exact masses under P and Q
+and an interval that holds the log-likelihood ratio ("loss") ln dQ/dP everywhere in it. Moving the mass of a cell to the
+two ends of such an interval, with both masses kept, is a mean-preserving spread of the likelihood ratio under P. So it
+can only raise every hockey-stick divergence, in both directions: one finite pair serves both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+CUT = 9.3  # normal tails beyond this many standard deviations (7e-21) go to the infinite losses
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Cells of a pair: loss between low and high, ln(q/p) = mean. q_only: mass of Q where P may have none."""
+
+    low: Array
+    high: Array
+    mean: Array
+    p: Array
+    q: Array
+    q_only: float = 0.0
+    p_only: float = 0.0
+
+
+def atoms(loss: Array, p: Array, q: Array, q_only: float = 0.0, p_only: float = 0.0) -> Cells:
+    """Cells of one point each."""
+    return Cells(loss, loss, loss, p, q, q_only, p_only)
+
+
+def cells(low: Array, high: Array, p: Array, q: Array, q_only: float = 0.0, p_only: float = 0.0) -> Cells:
+    """Cells from bounds and masses; empty ones dropped, the mean held inside its bounds against rounding errors."""
+    keep = (p > 0) & (q > 0)
+    q_only += float(q[(q > 0) & ~keep].sum())
+    p_only += float(p[(p > 0) & ~keep].sum())
+    low, high, p, q = low[keep], high[keep], p[keep], q[keep]
+    mean = np.clip(np.log(q / p), low, high)
+    return Cells(low, high, mean, p, q, q_only, p_only)
+
+
+def normal_mass(left: Array, right: Array) -> Array:
+    """Standard normal mass of [left, right], with small relative error in both tails."""
+    flip = left > 0
+    upper = np.where(flip, -left, right)
+    lower = np.where(flip, -right, left)
+    mass: Array = special.ndtr(upper) - special.ndtr(lower)
+    return mass
+
+
+def gaussian_cells(noise_multiplier: float, width: float = 0.02) -> Cells:
+    """N(0, s^2) against N(1, s^2); cells of `width` standard deviations (docs/theory.md, section 4)."""
+    shift = 1 / noise_multiplier
+    count = min(math.ceil((2 * CUT + shift) / width), 50_000)
+    edges = np.linspace(-CUT, CUT + shift, count + 1)
+    loss = shift * edges - shift**2 / 2
+    p = normal_mass(edges[:-1], edges[1:])
+    q = normal_mass(edges[:-1] - shift, edges[1:] - shift)
+    tail = float(special.ndtr(-CUT))
+    # Outside the edges P has mass `tail` below and less above; Q the other way round. All of it counts as telling.
+    return cells(loss[:-1], loss[1:], p, q, q_only=2 * tail, p_only=2 * tail)
+
+
+def subsampled(pair: Cells, sample_rate: float) -> Cells:
+    """The pair (P, (1-r) P + r Q) of a Poisson-sampled record (docs/theory.md, section 4): losses map exactly."""
+    if sample_rate == 1:
+        return pair
+    r = sample_rate
+    p_only_loss = np.full(1, math.log1p(-r))
+    held = np.full(1, pair.p_only)
+
+    def joined(first: Array, second: Array) -> Array:
+        return np.concatenate([first, second]) if pair.p_only > 0 else first
+
+    return Cells(
+        joined(sampled_loss(pair.low, r), p_only_loss),
+        joined(sampled_loss(pair.high, r), p_only_loss),
+        joined(sampled_loss(pair.mean, r), p_only_loss),
+        joined(pair.p, held),
+        joined((1 - r) * pair.p + r * pair.q, (1 - r) * held),
+        q_only=r * pair.q_only,
+    )
+
+
+def sampled_loss(loss: Array, r: float) -> Array:
+    """ln(1 - r + r e^loss), without overflow and without cancellation near loss = 0."""
+    near = np.log1p(r * np.expm1(np.minimum(loss, 30.0)))
+    far = math.log(r) + loss + np.log1p((1 - r) / r * np.exp(-np.maximum(loss, 30.0)))
+    chosen: Array = np.where(loss < 30.0, near, far)
+    return chosen
+
+
+def spread(pair: Cells, step: float) -> tuple[Indices, Array, Array]:
+    """Move every cell to the grid points that enclose it (docs/theory.md, section 4): indices, masses of P and of Q."""
+    first = np.floor(pair.low / step).astype(np.int64)
+    last = np.maximum(np.ceil(pair.high / step).astype(np.int64), first + 1)
+    bottom, top = first * step, last * step
+    whole = np.expm1(bottom - top)
+    share_p = np.clip(np.expm1(pair.mean - top) / whole, 0.0, 1.0)  # of P's mass, to the lower point
+    share_q = np.clip(np.expm1(bottom - pair.mean) / whole, 0.0, 1.0)  # of Q's mass, to the upper point
+    index = np.concatenate([first, last])
+    p = np.concatenate([pair.p * share_p, pair.p * np.exp(pair.mean - top) * share_q])
+    q = np.concatenate([pair.q * np.exp(bottom - pair.mean) * share_p, pair.q * share_q])
+    return index, p, q
