@@ -1,0 +1,50 @@
+"""MNIST's file format (idx): a header with the shape, then bytes."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+from importlib.resources import files
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+_MD5 = {
+    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+
+
+def load_mnist() -> tuple[TensorDataset, TensorDataset]:
+    """The 60,000 training and 10,000 test images that lie in the package, checked by MD5."""
+    return _part("train"), _part("t10k")
+
+
+def _part(prefix: str) -> TensorDataset:
+    images = _read(f"{prefix}-images-idx3-ubyte.gz").unsqueeze(1)
+    labels = _read(f"{prefix}-labels-idx1-ubyte.gz")
+    return TensorDataset(images.float().div_(127.5).sub_(1), labels.long())
+
+
+def _read(name: str) -> Tensor:
+    packed = files("dpulr.data").joinpath("mnist", name).read_bytes()
+    if hashlib.md5(packed).hexdigest() != _MD5[name]:
+        raise ValueError(f"the file {name} of the package is damaged: its MD5 is not {_MD5[name]}. Install dpulr again.")
+    return parse(gzip.decompress(packed), name)
+
+
+def parse(raw: bytes, name: str) -> Tensor:
+    """The array in an idx file of unsigned bytes."""
+    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
+        raise ValueError(f"{name} is not an idx file of bytes.")
+    axes = raw[3]
+    shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
+    values = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * axes)
+    if values.size != np.prod(shape):
+        raise ValueError(f"{name} should hold {shape} bytes and holds {values.size}.")
+    return torch.from_numpy(values.reshape(shape).copy())

@@ -1,0 +1,321 @@
+"""`PrivacyEngine`: private steps on a model that is never wrapped, with any torch optimizer.
+
+A step reads like the picture in the README: sample, clean pass, replay under noise, signals, bound, sum, noise, optimizer. It stops
+before the step that would exceed the target epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from dpulr import accounting
+from dpulr.accounting.events import Charge, SampledStep, Unaccounted
+from dpulr.forward.checks import LossFunction
+from dpulr.forward.replay import prepare
+from dpulr.forward.synthetic import call_model, like
+from dpulr.mechanisms import Mechanism, by_name
+from dpulr.mechanisms.base import Guarantee, parameter_views
+from dpulr.randomness import GaussianNoise, RandomSource
+from dpulr.sampling import PoissonSampling, Records, ShuffledSampling
+
+Batch = tuple[Any, Any]
+
+
+class PrivacyEngine:
+    """Trains `model` on `dataset` with differential privacy, by forward passes alone.
+
+    Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the step that
+    would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the size of the data
+    set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Dataset[Any],
+        loss_fn: LossFunction,
+        *,
+        mechanism: str | Mechanism = "hidden-direction",
+        batch_size: int | None = None,
+        expected_batch_size: float | None = None,
+        sample_rate: float | None = None,
+        epochs: float | None = None,
+        steps: int | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float = 1e-5,
+        noise_multiplier: float | None = None,
+        sampling: Literal["poisson", "shuffle"] = "poisson",
+        rejection_threshold: int | Literal["auto"] = 0,
+        min_dataset_size: int | None = None,
+        memory_limit: int = 512 * 2**20,
+        seed: int = 0,
+        insecure_noise_seed: int | None = None,
+        replay: Literal["auto", "trace", "hook"] = "auto",
+    ) -> None:
+        self.mechanism = by_name(mechanism)
+        self.model, self.optimizer = model, optimizer
+        self.target_epsilon, self.target_delta = target_epsilon, target_delta
+        self.insecure = insecure_noise_seed is not None
+        _check_budget(target_epsilon, target_delta, noise_multiplier)
+        device = _check_parameters(model, optimizer)
+        self.records = Records(dataset, device)
+        self.expected_batch_size, self.sample_rate = _batch_constants(
+            self.records.size, batch_size, expected_batch_size, sample_rate
+        )
+        self.planned_steps = _planned_steps(
+            epochs, steps, self.sample_rate, open_end=None not in (target_epsilon, noise_multiplier)
+        )
+
+        self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
+        _check_labels(model, loss_fn, self.records, device)
+        self.bound = self.mechanism.bind(self.forward, memory_limit=memory_limit, seed=seed)
+        self.min_dataset_size = self.records.size - 1 if min_dataset_size is None else min_dataset_size
+        self.sampler = self._sampler(sampling, rejection_threshold, noise_multiplier)
+        self.noise_multiplier = self._calibrated() if noise_multiplier is None else float(noise_multiplier)
+        self.ledger = accounting.Ledger()
+        self._limit_steps()
+
+        source = RandomSource(insecure_noise_seed)
+        self._batch_rng = source.numpy("batches")
+        self._directions = source.directions(device, self.bound.dtype)
+        self._noise = GaussianNoise(self.bound.size, source.numpy("noise"))
+        gradient_size = sum(site.rule.weight_dim for site in self.forward.sites)
+        self._gradient = torch.zeros(gradient_size, device=device, dtype=self.bound.dtype)
+        self._current: Batch | None = None
+
+    # --- training -----------------------------------------------------------------------------------------------------
+    def batches(self, steps: int | None = None) -> Iterator[Batch]:
+        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
+        end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
+        while self.steps_taken < end:
+            rows = self.sampler.draw(self.records.size, self._batch_rng)
+            self._current = self.records.take(rows)
+            yield self._current
+            if self._current is not None:
+                raise RuntimeError(
+                    "the last batch was not given to step(). Every batch goes through step(), empty ones too: leaving some out "
+                    "would make the sampling depend on the data."
+                )
+
+    def step(self, inputs: Any, targets: Any) -> None:
+        """One private step on the current batch of `batches()`, which is used up by it. It is charged before anything is computed."""
+        if self._current is None or inputs is not self._current[0] or targets is not self._current[1]:
+            raise RuntimeError(
+                "step() takes the current batch of engine.batches(), once, as it came. Another batch, or one used twice, was not "
+                "sampled the way the guarantee assumes."
+            )
+        self._current = None
+        self.ledger.append(self.step_event)
+        self._noise.prepare()
+        with torch.inference_mode():
+            total = self.bound.total(inputs, targets, self._directions)
+            noise = self._noise.draw().to(total.device)
+            release = total.double().add_(noise, alpha=self.bound.noise_std(self.noise_multiplier))
+            gradient = self.bound.gradients(release.div_(self.expected_batch_size).to(total.dtype))
+            self._gradient.copy_(gradient)
+        for site, views in zip(self.forward.sites, parameter_views(self.forward.sites, self._gradient), strict=True):
+            for name, parameter in site.parameters.items():
+                parameter.grad = views[name]
+        self.optimizer.step()
+
+    # --- privacy ------------------------------------------------------------------------------------------------------
+    @property
+    def steps_taken(self) -> int:
+        return self.ledger.steps
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What the epsilon of this run is worth."""
+        return self.mechanism.guarantee if self._void() is None else "none"
+
+    def privacy_spent(self, delta: float | None = None) -> accounting.PrivacySpent:
+        """What the steps so far have cost, as numbers and, printed, as a sentence."""
+        delta = self.target_delta if delta is None else delta
+        return accounting.privacy_spent(self.ledger.charges, delta)
+
+    @property
+    def step_event(self) -> SampledStep | Unaccounted:
+        """What one step is charged as."""
+        reason = self._void()
+        return self._sampled(self.noise_multiplier) if reason is None else Unaccounted(reason)
+
+    def _void(self) -> str | None:
+        """Why no step of this run has a guarantee, if so."""
+        if self.insecure:
+            return "the noise comes from a seed (insecure_noise_seed)"
+        if not self.sampler.private:
+            return "batches were shuffled, not sampled"
+        if self.noise_multiplier == 0:
+            return "no noise was added"
+        return None
+
+    def _sampled(self, noise_multiplier: float) -> SampledStep:
+        threshold = self.sampler.rejection_threshold if isinstance(self.sampler, PoissonSampling) else 0
+        return SampledStep(
+            self.bound.event(noise_multiplier),
+            self.sample_rate,
+            threshold,
+            self.min_dataset_size if threshold else None,
+        )
+
+    def _sampler(
+        self, sampling: str, rejection_threshold: int | Literal["auto"], noise_multiplier: float | None
+    ) -> PoissonSampling | ShuffledSampling:
+        if sampling == "shuffle":
+            return ShuffledSampling(round(self.expected_batch_size))
+        if sampling != "poisson":
+            raise ValueError(f"sampling is {sampling!r}; it must be 'poisson' or 'shuffle'.")
+        if rejection_threshold == "auto":
+            rejection_threshold = accounting.auto_rejection_threshold(
+                sample_rate=self.sample_rate,
+                min_dataset_size=self.min_dataset_size,
+                steps=self.planned_steps,
+                delta=self.target_delta,
+            )
+        return PoissonSampling(self.sample_rate, rejection_threshold)
+
+    def _calibrated(self) -> float:
+        """The least noise with which the planned steps stay within the target."""
+        assert self.target_epsilon is not None
+        sampled = self._sampled(1.0)
+        return accounting.calibrate_release(
+            self.bound.event,
+            target_epsilon=self.target_epsilon,
+            delta=self.target_delta,
+            sample_rate=self.sample_rate,
+            steps=self.planned_steps,
+            rejection_threshold=sampled.rejection_threshold,
+            min_dataset_size=sampled.min_dataset_size,
+        )
+
+    def _limit_steps(self) -> None:
+        """Never plan a step that would exceed the target on top of what the ledger holds."""
+        if self.target_epsilon is None or self.noise_multiplier == 0:
+            return
+        step, spent = self._sampled(self.noise_multiplier), self.ledger.charges
+        allowed = max(0, self.planned_steps - self.steps_taken)
+        if accounting.epsilon([*spent, Charge(step, allowed)], self.target_delta) > self.target_epsilon:
+            allowed = accounting.max_steps(step, target_epsilon=self.target_epsilon, delta=self.target_delta, already=spent)
+        if allowed + self.steps_taken == 0:
+            raise ValueError(
+                f"not one step fits: with noise_multiplier={self.noise_multiplier} and sample_rate={self.sample_rate:.3g} the first "
+                f"step costs more than target_epsilon={self.target_epsilon}. Add noise or raise the target."
+            )
+        self.planned_steps = self.steps_taken + allowed
+
+    # --- resuming -----------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters, optimizer and accounting. Random states are not in it: noise, directions and batches always start afresh."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ledger": self.ledger.to_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a run: what its ledger holds counts as spent. The plan shrinks if the target would be exceeded."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.ledger = accounting.Ledger.from_dict(state["ledger"])
+        if any(charge.step != self.step_event for charge in self.ledger.charges):
+            self._limit_steps()
+
+
+def _check_budget(target_epsilon: float | None, target_delta: float, noise_multiplier: float | None) -> None:
+    if target_epsilon is None and noise_multiplier is None:
+        raise ValueError("give target_epsilon (the noise is then calibrated to it) or noise_multiplier.")
+    if target_epsilon is not None and not (math.isfinite(target_epsilon) and target_epsilon > 0):
+        raise ValueError(f"target_epsilon is {target_epsilon}; it must be a positive number.")
+    if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise ValueError(f"noise_multiplier is {noise_multiplier}; it must be a number of at least 0.")
+    if not 0 < target_delta < 1:
+        raise ValueError(f"target_delta is {target_delta}; it must lie between 0 and 1, well below 1 / (size of the data set).")
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
+    """The optimizer must hold just what is trained; all of it in one place and of one type."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in held:
+        if parameter not in names:
+            raise ValueError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's. Build it from "
+                "model.parameters() of this very model."
+            )
+    trained = [parameter for parameter in names if parameter.requires_grad]
+    left_out = [names[parameter] for parameter in trained if not any(parameter is other for other in held)]
+    if left_out:
+        raise ValueError(
+            f"the optimizer does not hold {', '.join(map(repr, left_out[:3]))}, which would cost privacy and never move. Add it, or "
+            "freeze it (requires_grad_(False))."
+        )
+    kinds = {(parameter.device, parameter.dtype) for parameter in trained}
+    if len(kinds) > 1:
+        raise ValueError(f"all trained parameters must share one device and type; found {', '.join(sorted(map(str, kinds)))}.")
+    return trained[0].device if trained else torch.device("cpu")
+
+
+def _batch_constants(
+    size: int, batch_size: int | None, expected_batch_size: float | None, sample_rate: float | None
+) -> tuple[float, float]:
+    """Expected batch size (the denominator of the update) and sampling rate: public, whatever batch is drawn."""
+    if batch_size is not None:
+        if expected_batch_size is not None or sample_rate is not None:
+            raise ValueError("give batch_size, or expected_batch_size and sample_rate, not both.")
+        if not 1 <= batch_size:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1.")
+        if batch_size > size:
+            raise ValueError(f"batch_size is {batch_size}, but the data set has only {size} records.")
+        return float(batch_size), batch_size / size
+    if expected_batch_size is None or sample_rate is None:
+        raise ValueError("give batch_size; or, where the size of the data set is private, expected_batch_size and sample_rate.")
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
+    if not (math.isfinite(expected_batch_size) and expected_batch_size > 0):
+        raise ValueError(f"expected_batch_size is {expected_batch_size}; it must be a positive number.")
+    return float(expected_batch_size), float(sample_rate)
+
+
+def _planned_steps(epochs: float | None, steps: int | None, sample_rate: float, *, open_end: bool) -> int:
+    if epochs is not None and steps is not None:
+        raise ValueError("give epochs or steps, not both.")
+    if steps is not None:
+        if isinstance(steps, bool) or steps != int(steps) or steps < 1:
+            raise ValueError(f"steps is {steps}; it must be a whole number of at least 1.")
+        return int(steps)
+    if epochs is not None:
+        if not (math.isfinite(epochs) and epochs > 0):
+            raise ValueError(f"epochs is {epochs}; it must be a positive number.")
+        return max(1, math.ceil(epochs / sample_rate - 1e-9))
+    if open_end:
+        return _OPEN_END
+    raise ValueError("give epochs or steps (or both target_epsilon and noise_multiplier: then training goes on until the target).")
+
+
+def _check_labels(model: nn.Module, loss_fn: LossFunction, records: Records, device: torch.device) -> None:
+    """Whole-number targets must be such that the loss accepts them. Which labels exist is part of the schema, like shapes are."""
+    targets = records.all_targets()
+    if targets is None or targets.is_floating_point() or targets.dim() != 1:
+        return
+    labels = torch.unique(targets)[:_MOST_LABELS]
+    inputs, _ = like(records.example, len(labels), torch.Generator().manual_seed(0), device)
+    with torch.inference_mode():
+        output = call_model(model, inputs)
+        try:
+            loss_fn(output, labels.to(device))
+        except (IndexError, RuntimeError, ValueError) as problem:
+            raise ValueError(
+                f"the loss function does not accept the data set's labels, which run from {int(labels.min())} to {int(labels.max())}, "
+                f"with the model's output of shape {tuple(output.shape[1:])} a record: {problem}"
+            ) from problem
+
+
+_MOST_LABELS = 10_000
+_OPEN_END = 10_000_000

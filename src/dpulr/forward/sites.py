@@ -1,0 +1,154 @@
+"""Where noise goes in: one site per layer with trained parameters. What can't be handled is named here, up front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dpulr.layers import LayerRule, has_rule, rule_for
+from dpulr.layers.base import Call, flat_norm, numel
+
+Space = Literal["auto", "output", "weight"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that owns trained parameters, itself or in the modules below it."""
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+
+    @property
+    def label(self) -> str:
+        return f"'{self.name}' ({type(self.module).__name__})" if self.name else f"the model ({type(self.module).__name__})"
+
+
+def is_layer(module: nn.Module) -> bool:
+    """A known layer, or any module with parameters of its own: it is run as a whole."""
+    return has_rule(module) or any(True for _ in module.parameters(recurse=False))
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """All layers with trained parameters, in the order of registration. Raises ValueError by name."""
+    layers = [
+        Layer(name, module, {n: p for n, p in module.named_parameters() if p.requires_grad}) for name, module in _walk("", model)
+    ]
+    owner: dict[nn.Parameter, Layer] = {}
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters(remove_duplicate=False):
+            _check_parameter(layer, name, parameter)
+            if parameter in owner and (owner[parameter] is not layer or parameter.requires_grad):
+                raise ValueError(
+                    f"parameter '{name}' of {layer.label} is tied to {owner[parameter].label}. A record's influence would be "
+                    "counted once and felt twice. Untie the two, or freeze the parameter (requires_grad_(False))."
+                )
+            owner[parameter] = layer
+        if getattr(layer.module, "sparse", False) is True:
+            raise ValueError(f"{layer.label} asks for sparse gradients. Noise is dense: use sparse=False.")
+        if getattr(layer.module, "max_norm", None) is not None:
+            raise ValueError(f"{layer.label} has max_norm, which rewrites its weights in the forward pass. Use max_norm=None.")
+    layers = [layer for layer in layers if layer.parameters]
+    if not layers:
+        raise ValueError(
+            f"the model ({type(model).__name__}) has no parameter to train: none exists, or all are frozen (requires_grad=False)."
+        )
+    return layers
+
+
+def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if is_layer(module):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _walk(f"{name}.{child_name}" if name else child_name, child)
+
+
+def _check_parameter(layer: Layer, name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(f"parameter '{name}' of {layer.label} has no shape yet. Run the model once before.")
+    if parameter.layout != torch.strided:
+        raise ValueError(f"parameter '{name}' of {layer.label} is sparse. Noise is dense: use a dense parameter.")
+    if parameter.requires_grad and not parameter.is_floating_point():
+        raise ValueError(f"parameter '{name}' of {layer.label} is of type {parameter.dtype}; only real numbers can be trained.")
+    if not bool(torch.isfinite(parameter.detach()).all()):
+        raise ValueError(f"parameter '{name}' of {layer.label} holds NaN or infinity before the first step.")
+
+
+class Site:
+    """A layer and the space its noise lives in: its output or its weights.
+
+    `dim` is the size of that space. A signal is (records, dim), a perturbation (repeats, records, dim).
+    """
+
+    def __init__(self, layer: Layer, output_shape: torch.Size, space: Space = "auto") -> None:
+        self.layer = layer
+        self.name = layer.name
+        self.rule: LayerRule = rule_for(layer.module, layer.parameters)
+        self.output_shape = output_shape
+        output_dim, weight_dim = numel(output_shape), self.rule.weight_dim
+        if space == "auto":
+            space = "output" if self.rule.has_output_space and output_dim <= weight_dim else "weight"
+        if space == "output" and not self.rule.has_output_space:
+            raise ValueError(
+                f"{layer.label} has no output space: its Jacobian is not known. Use space='weight' or 'auto', or register a rule."
+            )
+        self.space = space
+        self.dim = output_dim if space == "output" else weight_dim
+
+    def __repr__(self) -> str:
+        return f"Site({self.name!r}, {self.space}, dim={self.dim})"
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.rule.parameters
+
+    def perturbed(self, call: Call, delta: Tensor) -> Tensor:
+        """Outputs (repeats, records, *out) under the perturbation."""
+        if self.space == "output":
+            return call.output + delta.view(*delta.shape[:2], *self.output_shape)
+        return self.rule.with_weights(call, delta)
+
+    def perturbed_pair(self, call: Call, delta: Tensor) -> Tensor:
+        """Outputs (2 * repeats, records, *out) at plus and at minus the perturbation."""
+        if self.space == "output":
+            delta = delta.view(*delta.shape[:2], *self.output_shape)
+            return torch.cat([call.output + delta, call.output - delta])
+        return torch.cat(self.rule.weight_pair(call, delta))
+
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        """Norm of each record's gradient."""
+        if self.space == "weight":
+            return flat_norm(signal)
+        return self.rule.norms(call, signal.view(-1, *self.output_shape))
+
+    def gains(self, call: Call) -> Tensor:
+        """For each record a bound on how much longer than its signal its gradient can be."""
+        if self.space == "weight":
+            return call.output.new_ones(call.records)
+        return self.rule.gains(call)
+
+    def add_gradient(self, call: Call, signal: Tensor, scale: Tensor, into: dict[str, Tensor]) -> None:
+        """Add sum_i scale_i * gradient_i. A record whose scale or signal is not finite adds nothing."""
+        scaled = signal * scale.unsqueeze(1)
+        bad = ~torch.isfinite(scaled).all(1)
+        if self.space == "output":
+            if not self.rule_input_is_finite(call):
+                bad |= ~torch.isfinite(self.rule.gains(call))
+            if bool(bad.any()):
+                call = call.without(bad)
+                scaled = scaled.masked_fill(bad.unsqueeze(1), 0)
+            self.rule.add_gradient(call, scaled.view(-1, *self.output_shape), into)
+            return
+        if bool(bad.any()):
+            scaled = scaled.masked_fill(bad.unsqueeze(1), 0)
+        for name, part in self.rule.split(scaled.sum(0)).items():
+            into[name] += part
+
+    def rule_input_is_finite(self, call: Call) -> bool:
+        x = call.input
+        return not x.is_floating_point() or bool(torch.isfinite(x.sum()))

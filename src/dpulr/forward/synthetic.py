@@ -1,0 +1,56 @@
+"""Made-up inputs of the data's shape. Set-up checks run on these, so that no refusal depends on a private value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def like(example: Any, records: int, generator: torch.Generator, device: torch.device) -> Any:
+    """A batch of `records` rows shaped like the one-row batch `example`.
+
+    Floats are uniform on [0, 1); whole numbers are 0 or 1, which every vocabulary and every set of labels has.
+    """
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = (records, *leaf.shape[1:])
+        if leaf.is_floating_point() or leaf.is_complex():
+            return torch.rand(shape, generator=generator, dtype=leaf.dtype).to(device)
+        return torch.randint(0, 2, shape, generator=generator).to(device=device, dtype=leaf.dtype)
+
+    return pytree.tree_map(make, example)
+
+
+def rows(batch: Any, start: int, stop: int) -> Any:
+    """Rows start..stop of every tensor in a nested batch."""
+    return pytree.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def join(first: Any, second: Any) -> Any:
+    """Two nested batches, one after the other."""
+    return pytree.tree_map(
+        lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a,
+        first,
+        second,
+    )
+
+
+def tile(batch: Any, repeats: int) -> Any:
+    """Every tensor of a nested batch repeated: row i of repeat r is row r * records + i."""
+    if repeats == 1:
+        return batch
+    return pytree.tree_map(lambda leaf: leaf.repeat(repeats, *[1] * (leaf.dim() - 1)) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def call_model(model: Any, inputs: Any) -> Any:
+    """A tuple or list of inputs becomes positional arguments, a mapping keyword arguments, anything else the only argument."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)

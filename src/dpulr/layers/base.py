@@ -1,0 +1,145 @@
+"""What a layer kind has to say: how its output moves with its weights, and how a signal at its output becomes a gradient.
+
+A *record* is one row of the batch. A perturbation has shape (repeats, records, *shape), a signal (records, *shape).
+`LayerRule` works in weight space for any module; a subclass adds output space where its Jacobian has a simple form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Deltas = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One clean call of a layer: its arguments and its output. Arguments that carry records are marked in `per_record`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    per_record: tuple[bool, ...] = field(default=(True,))
+
+    @property
+    def input(self) -> Tensor:
+        """The first argument, which for all known layers is the input."""
+        tensor: Tensor = self.args[0] if self.args else next(iter(self.kwargs.values()))
+        return tensor
+
+    @property
+    def records(self) -> int:
+        return self.output.shape[0]
+
+    def without(self, bad: Tensor) -> Call:
+        """The same call with the tensors of the records marked in `bad` set to zero."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        kept = [
+            leaf.masked_fill(bad.view(-1, *[1] * (leaf.dim() - 1)), 0) if marked else leaf
+            for leaf, marked in zip(leaves, self.per_record, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(kept, spec)
+        return Call(args, kwargs, self.output, self.per_record)
+
+
+class LayerRule:
+    """Weight space for any module: run it with each record's own weights. No Jacobian is needed."""
+
+    has_output_space: ClassVar[bool] = False
+    shares_positions: ClassVar[bool] = False
+    """True if a signal may be expressed in a smaller basis of the output's last axis (a public subspace)."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.module = module
+        self.parameters = dict(parameters)
+        self.weight_dim = sum(p.numel() for p in self.parameters.values())
+
+    # --- weight space -------------------------------------------------------------------------------------------------
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of the last axis of `flat` in the shapes of the parameters."""
+        sizes = [p.numel() for p in self.parameters.values()]
+        parts = torch.split(flat, sizes, dim=-1)  # type: ignore[no-untyped-call]
+        return {name: part.view(*flat.shape[:-1], *p.shape) for (name, p), part in zip(self.parameters.items(), parts, strict=True)}
+
+    def with_weights(self, call: Call, flat: Tensor) -> Tensor:
+        """Outputs (repeats, records, *out) when record i of repeat r uses the weights plus flat[r, i]."""
+        repeats, records = flat.shape[:2]
+        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        stacked = {name: (delta + self.parameters[name]).flatten(0, 1) for name, delta in self.split(flat).items()}
+        rows = [
+            leaf.unsqueeze(1).repeat(repeats, *[1] * leaf.dim()) if marked else leaf
+            for leaf, marked in zip(leaves, call.per_record, strict=True)
+        ]
+        in_dims = [0 if marked else None for marked in call.per_record]
+
+        def one(weights: dict[str, Tensor], *values: Any) -> Tensor:
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            out: Tensor = torch.func.functional_call(self.module, weights, args, kwargs)
+            return out
+
+        try:
+            out = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")(stacked, *rows)
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ):  # what vmap can't batch (control flow, recurrent kernels): row by row
+            out = torch.stack(
+                [
+                    one(
+                        {name: w[i] for name, w in stacked.items()},
+                        *[row[i] if marked else row for row, marked in zip(rows, call.per_record, strict=True)],
+                    )
+                    for i in range(repeats * records)
+                ]
+            )
+        return out.view(repeats, records, *call.output.shape[1:])
+
+    def weight_pair(self, call: Call, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs at plus and at minus `flat`."""
+        return self.with_weights(call, flat), self.with_weights(call, -flat)
+
+    # --- output space -------------------------------------------------------------------------------------------------
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        """Exact norm of each record's gradient J_i^T signal_i, signal of the output's shape."""
+        raise TypeError(f"{type(self.module).__name__} has no output space")
+
+    def gains(self, call: Call) -> Tensor:
+        """For each record an upper bound of ||J_i||: how much longer than its signal its gradient can be."""
+        raise TypeError(f"{type(self.module).__name__} has no output space")
+
+    def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
+        """Add sum_i J_i^T signal_i to `into`, one buffer a parameter."""
+        raise TypeError(f"{type(self.module).__name__} has no output space")
+
+
+class WeightLinearRule(LayerRule):
+    """For layers whose output is affine in their weights: perturbing them adds a shift to the clean output."""
+
+    has_output_space = True
+
+    def shift(self, call: Call, deltas: Deltas) -> Tensor:
+        """(repeats, records, *out): what weights moved by `deltas` add to the output."""
+        raise NotImplementedError
+
+    def with_weights(self, call: Call, flat: Tensor) -> Tensor:
+        return call.output + self.shift(call, self.split(flat))
+
+    def weight_pair(self, call: Call, flat: Tensor) -> tuple[Tensor, Tensor]:
+        shift = self.shift(call, self.split(flat))
+        return call.output + shift, call.output - shift
+
+
+def flat_norm(tensor: Tensor) -> Tensor:
+    """Euclidean norm of each record."""
+    norm: Tensor = torch.linalg.vector_norm(tensor.flatten(1), dim=1)
+    return norm
+
+
+def numel(shape: tuple[int, ...] | torch.Size) -> int:
+    return math.prod(shape)

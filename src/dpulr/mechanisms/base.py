@@ -1,0 +1,120 @@
+"""What every mechanism does in one step: estimate a signal per record and layer, bound it, sum it up.
+
+A mechanism is a frozen dataclass of public settings. `bind` ties it to a model's sites and gives a `Bound` mechanism, which owns the
+numbers that must agree: the bound on a record, the standard deviation of the noise, and the event that is charged for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpulr.accounting.events import Release
+from dpulr.forward.replay import Clean, Forward
+from dpulr.forward.sites import Site, Space
+from dpulr.forward.synthetic import rows
+from dpulr.randomness import Directions
+
+Guarantee = Literal["certified", "nominal", "none"]
+
+ROUNDING = 1 - 1e-5
+"""Bounds are met with this much room, so that float32 rounding can't push a record above them."""
+
+
+class Mechanism(ABC):
+    """Public settings of a mechanism."""
+
+    name: ClassVar[str]
+    guarantee: ClassVar[Guarantee] = "certified"
+    space: Space
+
+    @abstractmethod
+    def bind(self, forward: Forward, *, memory_limit: int, seed: int) -> Bound: ...
+
+
+class Bound(ABC):
+    """A mechanism tied to the sites of a model. The release is one flat vector of `size` numbers."""
+
+    def __init__(self, forward: Forward, memory_limit: int) -> None:
+        self.forward = forward
+        self.memory_limit = memory_limit
+        some = next(iter(forward.sites[0].parameters.values()))
+        self.device, self.dtype = some.device, some.dtype
+
+    size: int
+
+    @abstractmethod
+    def event(self, noise_multiplier: float) -> Release:
+        """What one step with this noise releases."""
+
+    @abstractmethod
+    def noise_std(self, noise_multiplier: float) -> float:
+        """Standard deviation of the noise on every number of the release."""
+
+    @abstractmethod
+    def add(self, clean: Clean, directions: Directions, total: Tensor) -> None:
+        """Add the bounded signals of the records of one clean pass to `total`."""
+
+    @abstractmethod
+    def gradients(self, release: Tensor) -> Tensor:
+        """The flat gradient of all parameters, in the sites' order, that a release stands for."""
+
+    def new_step(self) -> None:  # noqa: B027 - most mechanisms draw nothing public
+        """Draw what is public and fresh in each step."""
+
+    def total(self, inputs: Any, targets: Any, directions: Directions) -> Tensor:
+        """Sum of the bounded signals over the batch, in parts that respect the memory limit."""
+        self.new_step()
+        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+        for part in self.record_chunks(inputs, targets):
+            self.add(self.forward.clean(*part), directions, total)
+        return total
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+    def row_bytes(self, site: Site) -> int:
+        """Bytes that one record costs in one replay: what the pass allocates, its perturbation, the perturbed output."""
+        output = 1
+        for size in site.output_shape:
+            output *= size
+        return self.forward.bytes_per_row + 4 * (4 * site.dim + 3 * output)
+
+    def record_chunks(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
+        """The batch in parts whose clean pass, and one pair of replays, stay below the memory limit."""
+        records = _records(targets)
+        largest = max(self.row_bytes(site) for site in self.forward.sites)
+        size = max(1, self.memory_limit // (3 * largest))
+        if records <= size:
+            if records > 0:
+                yield inputs, targets
+            return
+        for start in range(0, records, size):
+            yield rows((inputs, targets), start, start + size)
+
+    def repeat_chunks(self, site: Site, records: int, repeats: int, signs: int) -> Iterator[int]:
+        """Repeats in parts whose replays stay below the memory limit."""
+        most = max(1, self.memory_limit // (signs * max(records, 1) * self.row_bytes(site)))
+        while repeats > 0:
+            part = min(most, repeats)
+            yield part
+            repeats -= part
+
+
+def _records(targets: Any) -> int:
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
+
+
+def parameter_views(sites: list[Site], flat: Tensor) -> list[dict[str, Tensor]]:
+    """For each site, views of `flat` in the shapes of its parameters."""
+    views, offset = [], 0
+    for site in sites:
+        part = {}
+        for name, parameter in site.parameters.items():
+            part[name] = flat[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+        views.append(part)
+    return views

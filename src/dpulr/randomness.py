@@ -1,0 +1,79 @@
+"""Where secret randomness comes from: the operating system, one generator for each purpose.
+
+torch's CPU generator uses 32 bits of its seed only, and its float32 normals end at 5.77 standard deviations (docs/pitfalls.md).
+So batches, directions and noise on the CPU are drawn by numpy, seeded with 256 bits.
+"""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class RandomSource:
+    """Makes one independent generator per purpose. With an insecure seed the streams repeat: for tests only."""
+
+    def __init__(self, insecure_seed: int | None = None) -> None:
+        self.insecure_seed = insecure_seed
+
+    def numpy(self, purpose: str) -> np.random.Generator:
+        if self.insecure_seed is None:
+            entropy: int | list[int] = secrets.randbits(256)
+        else:
+            entropy = [self.insecure_seed, zlib.crc32(purpose.encode())]
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(entropy)))
+
+    def directions(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Directions:
+        return Directions(self.numpy("directions"), device, dtype)
+
+
+class Directions:
+    """Fresh secret directions. Nothing keeps them: they live as long as the caller's variable."""
+
+    def __init__(self, rng: np.random.Generator, device: torch.device, dtype: torch.dtype) -> None:
+        self._rng = rng
+        self.device, self.dtype = device, dtype
+        self._torch: torch.Generator | None = None
+        if device.type != "cpu":
+            self._torch = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal."""
+        if self._torch is not None:
+            return torch.randn(shape, generator=self._torch, device=self.device, dtype=self.dtype)
+        return torch.from_numpy(self._rng.standard_normal(shape, dtype=np.float32)).to(self.dtype)
+
+    def sphere(self, *shape: int) -> Tensor:
+        """Uniform on the unit sphere of the last axis. (A draw of length zero has probability zero and becomes NaN, hence a zero signal.)"""
+        z = self.normal(*shape)
+        return z.div_(torch.linalg.vector_norm(z, dim=-1, keepdim=True))
+
+
+class GaussianNoise:
+    """Standard normal float64 noise for one flat buffer, drawn by another thread while the step computes.
+
+    numpy's ziggurat in float64 has true tails: it can return values beyond 8, and does so with the right probability.
+    """
+
+    def __init__(self, size: int, rng: np.random.Generator) -> None:
+        self.size = size
+        self._rng = rng
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dpulr-noise")
+        self._next: Future[np.ndarray] | None = None
+
+    def prepare(self) -> None:
+        """Start drawing now; `draw` will wait for it."""
+        if self._next is None:
+            self._next = self._thread.submit(self._rng.standard_normal, self.size)
+
+    def draw(self) -> Tensor:
+        """A fresh float64 vector. No draw is ever returned twice."""
+        self.prepare()
+        assert self._next is not None
+        noise, self._next = self._next.result(), None
+        return torch.from_numpy(noise)
