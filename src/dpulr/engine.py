@@ -30,9 +30,9 @@ Batch = tuple[Any, Any]
 class PrivacyEngine:
     """Trains `model` on `dataset` with differential privacy, by forward passes alone.
 
-    Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the step that
-    would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the size of the data
-    set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
+    Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the
+    step that would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the
+    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
     """
 
     def __init__(
@@ -77,8 +77,11 @@ class PrivacyEngine:
         _check_labels(model, loss_fn, self.records, device)
         self.bound = self.mechanism.bind(self.forward, memory_limit=memory_limit, seed=seed)
         self.min_dataset_size = self.records.size - 1 if min_dataset_size is None else min_dataset_size
-        self.sampler = self._sampler(sampling, rejection_threshold, noise_multiplier)
+        self.sampler: PoissonSampling | ShuffledSampling = self._sampler(sampling, rejection_threshold)
         self.noise_multiplier = self._calibrated() if noise_multiplier is None else float(noise_multiplier)
+        if rejection_threshold == "auto":
+            self.sampler = PoissonSampling(self.sample_rate, self._auto_threshold())
+            self.noise_multiplier = self._calibrated() if noise_multiplier is None else self.noise_multiplier
         self.ledger = accounting.Ledger()
         self._limit_steps()
 
@@ -105,7 +108,7 @@ class PrivacyEngine:
                 )
 
     def step(self, inputs: Any, targets: Any) -> None:
-        """One private step on the current batch of `batches()`, which is used up by it. It is charged before anything is computed."""
+        """One private step on the current batch of `batches()`, which is used up by it. It is charged first."""
         if self._current is None or inputs is not self._current[0] or targets is not self._current[1]:
             raise RuntimeError(
                 "step() takes the current batch of engine.batches(), once, as it came. Another batch, or one used twice, was not "
@@ -165,21 +168,21 @@ class PrivacyEngine:
             self.min_dataset_size if threshold else None,
         )
 
-    def _sampler(
-        self, sampling: str, rejection_threshold: int | Literal["auto"], noise_multiplier: float | None
-    ) -> PoissonSampling | ShuffledSampling:
+    def _sampler(self, sampling: str, rejection_threshold: int | Literal["auto"]) -> PoissonSampling | ShuffledSampling:
         if sampling == "shuffle":
             return ShuffledSampling(round(self.expected_batch_size))
         if sampling != "poisson":
             raise ValueError(f"sampling is {sampling!r}; it must be 'poisson' or 'shuffle'.")
-        if rejection_threshold == "auto":
-            rejection_threshold = accounting.auto_rejection_threshold(
-                sample_rate=self.sample_rate,
-                min_dataset_size=self.min_dataset_size,
-                steps=self.planned_steps,
-                delta=self.target_delta,
-            )
-        return PoissonSampling(self.sample_rate, rejection_threshold)
+        return PoissonSampling(self.sample_rate, 0 if rejection_threshold == "auto" else rejection_threshold)
+
+    def _auto_threshold(self) -> int:
+        return accounting.auto_rejection_threshold(
+            self.bound.event(self.noise_multiplier),
+            sample_rate=self.sample_rate,
+            steps=self.planned_steps,
+            delta=self.target_delta,
+            min_dataset_size=self.min_dataset_size,
+        )
 
     def _calibrated(self) -> float:
         """The least noise with which the planned steps stay within the target."""
@@ -205,14 +208,14 @@ class PrivacyEngine:
             allowed = accounting.max_steps(step, target_epsilon=self.target_epsilon, delta=self.target_delta, already=spent)
         if allowed + self.steps_taken == 0:
             raise ValueError(
-                f"not one step fits: with noise_multiplier={self.noise_multiplier} and sample_rate={self.sample_rate:.3g} the first "
-                f"step costs more than target_epsilon={self.target_epsilon}. Add noise or raise the target."
+                f"not one step fits: with noise_multiplier={self.noise_multiplier} and sample_rate={self.sample_rate:.3g} the "
+                f"first step costs more than target_epsilon={self.target_epsilon}. Add noise or raise the target."
             )
         self.planned_steps = self.steps_taken + allowed
 
     # --- resuming -----------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Parameters, optimizer and accounting. Random states are not in it: noise, directions and batches always start afresh."""
+        """Parameters, optimizer and accounting. No random state: noise, directions and batches always start afresh."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -253,8 +256,8 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tor
     left_out = [names[parameter] for parameter in trained if not any(parameter is other for other in held)]
     if left_out:
         raise ValueError(
-            f"the optimizer does not hold {', '.join(map(repr, left_out[:3]))}, which would cost privacy and never move. Add it, or "
-            "freeze it (requires_grad_(False))."
+            f"the optimizer does not hold {', '.join(map(repr, left_out[:3]))}, which would cost privacy and never move. Add it, "
+            "or freeze it (requires_grad_(False))."
         )
     kinds = {(parameter.device, parameter.dtype) for parameter in trained}
     if len(kinds) > 1:
@@ -269,7 +272,7 @@ def _batch_constants(
     if batch_size is not None:
         if expected_batch_size is not None or sample_rate is not None:
             raise ValueError("give batch_size, or expected_batch_size and sample_rate, not both.")
-        if not 1 <= batch_size:
+        if not batch_size >= 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1.")
         if batch_size > size:
             raise ValueError(f"batch_size is {batch_size}, but the data set has only {size} records.")
@@ -312,8 +315,8 @@ def _check_labels(model: nn.Module, loss_fn: LossFunction, records: Records, dev
             loss_fn(output, labels.to(device))
         except (IndexError, RuntimeError, ValueError) as problem:
             raise ValueError(
-                f"the loss function does not accept the data set's labels, which run from {int(labels.min())} to {int(labels.max())}, "
-                f"with the model's output of shape {tuple(output.shape[1:])} a record: {problem}"
+                f"the loss function does not accept the data set's labels, from {int(labels.min())} to {int(labels.max())}, with "
+                f" the model's output of shape {tuple(output.shape[1:])} a record: {problem}"
             ) from problem
 
 

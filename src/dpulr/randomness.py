@@ -49,7 +49,7 @@ class Directions:
         return torch.from_numpy(self._rng.standard_normal(shape, dtype=np.float32)).to(self.dtype)
 
     def sphere(self, *shape: int) -> Tensor:
-        """Uniform on the unit sphere of the last axis. (A draw of length zero has probability zero and becomes NaN, hence a zero signal.)"""
+        """Uniform on the unit sphere of the last axis."""
         z = self.normal(*shape)
         return z.div_(torch.linalg.vector_norm(z, dim=-1, keepdim=True))
 

@@ -57,7 +57,7 @@ class Records:
     def __init__(self, dataset: Dataset[Any], device: torch.device) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"the data set ({type(dataset).__name__}) must be map-style, with __getitem__ and __len__: Poisson sampling picks records."
+                f"the data set ({type(dataset).__name__}) must be map-style, with __getitem__ and __len__: sampling picks records."
             )
         self.dataset = dataset
         self.device = device

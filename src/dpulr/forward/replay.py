@@ -219,8 +219,8 @@ def _carries_records(layer: Layer, small: Call, large: Call) -> tuple[bool, ...]
             continue
         if a.shape[1:] != b.shape[1:] or (a.shape[0], b.shape[0]) != _PROBE_SIZES:
             raise ValueError(
-                f"{layer.label} sees tensors of shape {tuple(a.shape)} for {_PROBE_SIZES[0]} records. The first axis must count the "
-                "records, one row each (batch_first=True; flatten positions into later axes, not into the first)."
+                f"{layer.label} sees tensors of shape {tuple(a.shape)} for {_PROBE_SIZES[0]} records. The first axis must "
+                "count the records, one row each (batch_first=True; flatten positions into later axes, not into the first)."
             )
         marks.append(True)
     if not isinstance(small.output, Tensor) or not marks.pop():

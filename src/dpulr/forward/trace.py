@@ -7,7 +7,6 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -187,5 +186,6 @@ def refuse_calls(layer: Layer, calls: int) -> None:
         )
     if calls == 0:
         raise ValueError(
-            f"{layer.label} has trained parameters, but the forward pass never calls it. Freeze it (requires_grad_(False)) or remove it."
+            f"{layer.label} has trained parameters, but the forward pass never calls it. "
+            "Freeze it (requires_grad_(False)) or remove it."
         )

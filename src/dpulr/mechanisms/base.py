@@ -1,7 +1,7 @@
 """What every mechanism does in one step: estimate a signal per record and layer, bound it, sum it up.
 
-A mechanism is a frozen dataclass of public settings. `bind` ties it to a model's sites and gives a `Bound` mechanism, which owns the
-numbers that must agree: the bound on a record, the standard deviation of the noise, and the event that is charged for it.
+A mechanism is a frozen dataclass of public settings. `bind` ties it to a model's sites and gives a `Bound` mechanism, which owns
+the numbers that must agree: the bound on a record, the standard deviation of the noise, and the event that is charged for it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,13 @@ def mlp(sizes: Sequence[int] = (784, 128, 64, 32, 10), *, seed: int | None = Non
         raise ValueError(f"sizes must hold at least the number of inputs and of classes; got {list(sizes)}.")
     with _initial(seed):
         layers: list[nn.Module] = [nn.Flatten()]
-        for width_in, width_out in zip(sizes[:-1], sizes[1:], strict=True):
+        for width_in, width_out in pairwise(sizes):
             layers += [nn.Linear(width_in, width_out), nn.GELU()]
         return nn.Sequential(*layers[:-1])
 
 
 class ResNet5(nn.Module):
-    """The paper's CIFAR-10 model: 3x3 convolutions of 8, 16, 32 and 32 channels, a residual from the third to the fourth, one linear layer.
+    """The paper's CIFAR-10 model: 3x3 convolutions of 8, 16, 32 and 32 channels, a residual around the fourth, one linear layer.
 
     The paper does not say what stands between the last convolution and the linear layer; here it is an average over 4 x 4 regions.
     """

@@ -1,0 +1,54 @@
+# make train: set up .venv and train; make test: lint, types and tests. Both only do what is still to do.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup setup-dev train test lint types tests slow check-accounting clean
+
+help:
+	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
+	@echo "make test              set up .venv with the test extras; run ruff, mypy and the quick tests"
+	@echo "make slow              the slow tests"
+	@echo "make check-accounting  sweep the accountant over its whole range against an oracle"
+	@echo "make clean             remove .venv and caches"
+
+setup: .venv/ready
+setup-dev: .venv/ready-dev
+
+.venv/ready: pyproject.toml constraints.txt
+	@echo "--- setting up .venv with pinned versions"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+.venv/ready-dev: .venv/ready
+	@echo "--- adding the test extras"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,baselines,blackbox]" hatchling
+	@touch $@
+
+train: setup
+	@echo "--- training"
+	$(BIN)/python -m dpulr.experiments.mnist
+
+test: setup-dev lint types tests
+
+lint:
+	@echo "--- ruff"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	@echo "--- mypy --strict"
+	$(BIN)/mypy
+
+tests:
+	@echo "--- pytest"
+	$(BIN)/pytest
+
+slow: setup-dev
+	$(BIN)/pytest -m slow
+
+check-accounting: setup-dev
+	$(BIN)/python benchmarks/check_accounting.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
