@@ -20,7 +20,7 @@ from dpulr.forward.checks import LossFunction
 from dpulr.forward.replay import prepare
 from dpulr.forward.synthetic import call_model, like
 from dpulr.mechanisms import Mechanism, by_name
-from dpulr.mechanisms.base import Guarantee, parameter_views
+from dpulr.mechanisms.base import Guarantee
 from dpulr.randomness import GaussianNoise, RandomSource
 from dpulr.sampling import PoissonSampling, Records, ShuffledSampling
 
@@ -82,6 +82,7 @@ class PrivacyEngine:
         if rejection_threshold == "auto":
             self.sampler = PoissonSampling(self.sample_rate, self._auto_threshold())
             self.noise_multiplier = self._calibrated() if noise_multiplier is None else self.noise_multiplier
+        self.bound.use(self.noise_multiplier)
         self.ledger = accounting.Ledger()
         self._limit_steps()
 
@@ -89,8 +90,7 @@ class PrivacyEngine:
         self._batch_rng = source.numpy("batches")
         self._directions = source.directions(device, self.bound.dtype)
         self._noise = GaussianNoise(self.bound.size, source.numpy("noise"))
-        gradient_size = sum(site.rule.weight_dim for site in self.forward.sites)
-        self._gradient = torch.zeros(gradient_size, device=device, dtype=self.bound.dtype)
+        self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
         self._current: Batch | None = None
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -120,10 +120,9 @@ class PrivacyEngine:
         with torch.inference_mode():
             total = self.bound.total(inputs, targets, self._directions)
             noise = self._noise.draw().to(total.device)
-            release = total.double().add_(noise, alpha=self.bound.noise_std(self.noise_multiplier))
-            gradient = self.bound.gradients(release.div_(self.expected_batch_size).to(total.dtype))
-            self._gradient.copy_(gradient)
-        for site, views in zip(self.forward.sites, parameter_views(self.forward.sites, self._gradient), strict=True):
+            release = total.double().add_(noise, alpha=self.bound.noise_std)
+            self.bound.gradients(release.div_(self.expected_batch_size).to(total.dtype), self._gradients)
+        for site, views in zip(self.forward.sites, self._gradients, strict=True):
             for name, parameter in site.parameters.items():
                 parameter.grad = views[name]
         self.optimizer.step()
@@ -162,7 +161,7 @@ class PrivacyEngine:
     def _sampled(self, noise_multiplier: float) -> SampledStep:
         threshold = self.sampler.rejection_threshold if isinstance(self.sampler, PoissonSampling) else 0
         return SampledStep(
-            self.bound.event(noise_multiplier),
+            self.bound.event_at(noise_multiplier),
             self.sample_rate,
             threshold,
             self.min_dataset_size if threshold else None,
@@ -177,7 +176,7 @@ class PrivacyEngine:
 
     def _auto_threshold(self) -> int:
         return accounting.auto_rejection_threshold(
-            self.bound.event(self.noise_multiplier),
+            self.bound.event_at(self.noise_multiplier),
             sample_rate=self.sample_rate,
             steps=self.planned_steps,
             delta=self.target_delta,
@@ -189,7 +188,7 @@ class PrivacyEngine:
         assert self.target_epsilon is not None
         sampled = self._sampled(1.0)
         return accounting.calibrate_release(
-            self.bound.event,
+            self.bound.event_at,
             target_epsilon=self.target_epsilon,
             delta=self.target_delta,
             sample_rate=self.sample_rate,

@@ -53,6 +53,16 @@ class Directions:
         z = self.normal(*shape)
         return z.div_(torch.linalg.vector_norm(z, dim=-1, keepdim=True))
 
+    def frames(self, blocks: int, records: int, size: int, dim: int) -> Tensor:
+        """(blocks, records, size, dim): uniform orthonormal frames, by Gram-Schmidt done twice for accuracy."""
+        z = self.normal(size, blocks, records, dim)
+        for i in range(size):
+            for _ in range(2):
+                for j in range(i):
+                    z[i] -= (z[i] * z[j]).sum(-1, keepdim=True) * z[j]
+            z[i] /= torch.linalg.vector_norm(z[i], dim=-1, keepdim=True)
+        return z.movedim(0, 2)
+
 
 class GaussianNoise:
     """Standard normal float64 noise for one flat buffer, drawn by another thread while the step computes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -99,6 +100,9 @@ class Site:
             )
         self.space = space
         self.dim = output_dim if space == "output" else weight_dim
+        fan_in = max((numel(p.shape[1:]) for p in layer.parameters.values() if p.dim() > 1), default=1)
+        self.scale = 1.0 if space == "output" else 1 / math.sqrt(fan_in)
+        """Weights are perturbed by so much less that the output moves about as far as it does in output space."""
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, {self.space}, dim={self.dim})"
@@ -124,7 +128,7 @@ class Site:
         """Norm of each record's gradient."""
         if self.space == "weight":
             return flat_norm(signal)
-        return self.rule.norms(call, signal.view(-1, *self.output_shape))
+        return self.rule.norms(call, self._shaped(signal))
 
     def gains(self, call: Call) -> Tensor:
         """For each record a bound on how much longer than its signal its gradient can be."""
@@ -133,22 +137,19 @@ class Site:
         return self.rule.gains(call)
 
     def add_gradient(self, call: Call, signal: Tensor, scale: Tensor, into: dict[str, Tensor]) -> None:
-        """Add sum_i scale_i * gradient_i. A record whose scale or signal is not finite adds nothing."""
+        """Output space: add sum_i scale_i * gradient_i. A record whose scale, signal or input is not finite adds nothing."""
         scaled = signal * scale.unsqueeze(1)
-        bad = ~torch.isfinite(scaled).all(1)
-        if self.space == "output":
-            if not self.rule_input_is_finite(call):
-                bad |= ~torch.isfinite(self.rule.gains(call))
-            if bool(bad.any()):
-                call = call.without(bad)
-                scaled = scaled.masked_fill(bad.unsqueeze(1), 0)
-            self.rule.add_gradient(call, scaled.view(-1, *self.output_shape), into)
-            return
-        if bool(bad.any()):
-            scaled = scaled.masked_fill(bad.unsqueeze(1), 0)
-        for name, part in self.rule.split(scaled.sum(0)).items():
-            into[name] += part
+        if not bool(torch.isfinite(scaled.sum() + call.input.sum())):
+            bad = ~(torch.isfinite(scaled).all(1) & torch.isfinite(self.rule.gains(call)))
+            call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
+        self.rule.add_gradient(call, self._shaped(scaled), into)
 
-    def rule_input_is_finite(self, call: Call) -> bool:
-        x = call.input
-        return not x.is_floating_point() or bool(torch.isfinite(x.sum()))
+    def add_weight_signal(self, signal: Tensor, scale: Tensor, into: Tensor) -> None:
+        """Weight space: add sum_i scale_i * signal_i, with the same rule for what is not finite."""
+        scaled = signal * scale.unsqueeze(1)
+        into += scaled.masked_fill(~torch.isfinite(scaled).all(1, keepdim=True), 0).sum(0)
+
+    def _shaped(self, signal: Tensor) -> Tensor:
+        """A flat signal in the shape of the output, of which the last axis may be smaller (a subspace)."""
+        lead = self.output_shape[:-1]
+        return signal.view(-1, *lead, signal.shape[1] // numel(lead))

@@ -64,7 +64,7 @@ class LayerRule:
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of the last axis of `flat` in the shapes of the parameters."""
         sizes = [p.numel() for p in self.parameters.values()]
-        parts = torch.split(flat, sizes, dim=-1)  # type: ignore[no-untyped-call]
+        parts = torch.split(flat, sizes, dim=-1)
         return {name: part.view(*flat.shape[:-1], *p.shape) for (name, p), part in zip(self.parameters.items(), parts, strict=True)}
 
     def with_weights(self, call: Call, flat: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ the numbers that must agree: the bound on a record, the standard deviation of th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
@@ -18,6 +19,7 @@ from dpulr.accounting.events import Release
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Site, Space
 from dpulr.forward.synthetic import rows
+from dpulr.mechanisms.coordinates import Coordinates
 from dpulr.randomness import Directions
 
 Guarantee = Literal["certified", "nominal", "none"]
@@ -38,42 +40,52 @@ class Mechanism(ABC):
 
 
 class Bound(ABC):
-    """A mechanism tied to the sites of a model. The release is one flat vector of `size` numbers."""
+    """A mechanism tied to the sites of a model. The release is one flat vector of `size` numbers, a part for each site."""
 
-    def __init__(self, forward: Forward, memory_limit: int) -> None:
+    def __init__(self, forward: Forward, *, memory_limit: int, seed: int, subspace: int | None) -> None:
         self.forward = forward
         self.memory_limit = memory_limit
         some = next(iter(forward.sites[0].parameters.values()))
         self.device, self.dtype = some.device, some.dtype
-
-    size: int
+        self.coordinates = [Coordinates(site, subspace, self.dtype, self.device) for site in forward.sites]
+        self.size = sum(coordinates.size for coordinates in self.coordinates)
+        self.noise_multiplier = math.nan
+        self._public = torch.Generator().manual_seed(seed)
 
     @abstractmethod
-    def event(self, noise_multiplier: float) -> Release:
+    def event_at(self, noise_multiplier: float) -> Release:
         """What one step with this noise releases."""
 
+    def use(self, noise_multiplier: float) -> None:
+        """Fix the noise."""
+        self.noise_multiplier = noise_multiplier
+
+    @property
     @abstractmethod
-    def noise_std(self, noise_multiplier: float) -> float:
+    def noise_std(self) -> float:
         """Standard deviation of the noise on every number of the release."""
 
     @abstractmethod
-    def add(self, clean: Clean, directions: Directions, total: Tensor) -> None:
-        """Add the bounded signals of the records of one clean pass to `total`."""
-
-    @abstractmethod
-    def gradients(self, release: Tensor) -> Tensor:
-        """The flat gradient of all parameters, in the sites' order, that a release stands for."""
-
-    def new_step(self) -> None:  # noqa: B027 - most mechanisms draw nothing public
-        """Draw what is public and fresh in each step."""
+    def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
+        """Add the bounded signals of the records of one clean pass to the sites' parts of the release."""
 
     def total(self, inputs: Any, targets: Any, directions: Directions) -> Tensor:
-        """Sum of the bounded signals over the batch, in parts that respect the memory limit."""
-        self.new_step()
+        """Sum of the bounded signals over the batch, in chunks that respect the memory limit."""
+        for coordinates in self.coordinates:
+            coordinates.draw(self._public)
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
-        for part in self.record_chunks(inputs, targets):
-            self.add(self.forward.clean(*part), directions, total)
+        parts = self._parts(total)
+        for chunk in self.record_chunks(inputs, targets):
+            self.add(self.forward.clean(*chunk), directions, parts)
         return total
+
+    def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
+        """Write the parameters' gradients that a release stands for, site by site."""
+        for coordinates, part, views in zip(self.coordinates, self._parts(release), into, strict=True):
+            coordinates.lift(part, views)
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        return list(torch.split(flat, [coordinates.size for coordinates in self.coordinates]))
 
     # --- memory -------------------------------------------------------------------------------------------------------
     def row_bytes(self, site: Site) -> int:
@@ -106,15 +118,3 @@ class Bound(ABC):
 
 def _records(targets: Any) -> int:
     return next(leaf.shape[0] for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
-
-
-def parameter_views(sites: list[Site], flat: Tensor) -> list[dict[str, Tensor]]:
-    """For each site, views of `flat` in the shapes of its parameters."""
-    views, offset = [], 0
-    for site in sites:
-        part = {}
-        for name, parameter in site.parameters.items():
-            part[name] = flat[offset : offset + parameter.numel()].view(parameter.shape)
-            offset += parameter.numel()
-        views.append(part)
-    return views

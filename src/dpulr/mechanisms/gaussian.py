@@ -16,7 +16,7 @@ from torch import Tensor
 from dpulr.accounting.events import GaussianRelease
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Space
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, parameter_views
+from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism
 from dpulr.randomness import Directions
 
 Estimator = Literal["likelihood-ratio", "baseline", "antithetic"]
@@ -29,6 +29,9 @@ class Gaussian(Mechanism):
     likelihood-ratio  z L(+sigma z) / sigma                       the paper's, one-sided
     baseline          z (L(+sigma z) - L(0)) / sigma              the clean loss taken off
     antithetic        z (L(+sigma z) - L(-sigma z)) / (2 sigma)   both signs
+
+    `subspace=m` estimates in a public random subspace of m dimensions a layer, drawn anew in each step: fewer dimensions need fewer
+    repeats, and the noise has fewer coordinates too.
     """
 
     repeats: int = 16
@@ -38,6 +41,7 @@ class Gaussian(Mechanism):
     clipping: Literal["joint", "per-layer"] = "joint"
     layer_weights: tuple[float, ...] | None = None
     space: Space = "auto"
+    subspace: int | None = None
     name: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
@@ -57,52 +61,49 @@ class Gaussian(Mechanism):
                 raise ValueError("layer_weights are for clipping='per-layer'; joint clipping has one bound for all layers.")
 
     def bind(self, forward: Forward, *, memory_limit: int, seed: int) -> BoundGaussian:
-        return BoundGaussian(self, forward, memory_limit)
+        return BoundGaussian(self, forward, memory_limit=memory_limit, seed=seed)
 
 
 class BoundGaussian(Bound):
-    def __init__(self, settings: Gaussian, forward: Forward, memory_limit: int) -> None:
-        super().__init__(forward, memory_limit)
+    def __init__(self, settings: Gaussian, forward: Forward, *, memory_limit: int, seed: int) -> None:
+        super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=settings.subspace)
         self.settings = settings
-        self.size = sum(site.rule.weight_dim for site in forward.sites)
         self.bounds = self._layer_bounds()
 
-    def event(self, noise_multiplier: float) -> GaussianRelease:
+    def event_at(self, noise_multiplier: float) -> GaussianRelease:
         return GaussianRelease(noise_multiplier)
 
-    def noise_std(self, noise_multiplier: float) -> float:
-        return noise_multiplier * self.settings.max_grad_norm
+    @property
+    def noise_std(self) -> float:
+        return self.noise_multiplier * self.settings.max_grad_norm
 
-    def gradients(self, release: Tensor) -> Tensor:
-        return release
-
-    def add(self, clean: Clean, directions: Directions, total: Tensor) -> None:
-        signals = [self.estimate(clean, i, directions) for i in range(len(self.forward.sites))]
-        norms = torch.stack(
-            [site.norms(call, signal) for site, call, signal in zip(self.forward.sites, clean.calls, signals, strict=True)]
-        )
+    def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
+        sites = range(len(self.forward.sites))
+        signals = [self.estimate(clean, i, directions) for i in sites]
+        norms = torch.stack([self.forward.sites[i].norms(clean.calls[i], signals[i]) for i in sites])
         scales = self.clip_factors(norms)
-        views = parameter_views(self.forward.sites, total)
-        for site, call, signal, scale, view in zip(self.forward.sites, clean.calls, signals, scales, views, strict=True):
-            site.add_gradient(call, signal, scale, view)
+        for i in sites:
+            self.coordinates[i].add(clean.calls[i], signals[i], scales[i], parts[i])
 
     def estimate(self, clean: Clean, index: int, directions: Directions) -> Tensor:
-        """(records, dim): the estimated gradient of each record's loss with respect to the site's space."""
+        """(records, dim): the estimated gradient of each record's loss with respect to the site's coordinates."""
         site, call, settings = self.forward.sites[index], clean.calls[index], self.settings
+        coordinates, sigma = self.coordinates[index], settings.sigma
         signs = 2 if settings.estimator == "antithetic" else 1
-        signal = torch.zeros(clean.records, site.dim, device=self.device, dtype=self.dtype)
+        signal = torch.zeros(clean.records, coordinates.dim, device=self.device, dtype=self.dtype)
         for repeats in self.repeat_chunks(site, clean.records, settings.repeats, signs):
-            z = directions.normal(repeats, clean.records, site.dim)
+            z = directions.normal(repeats, clean.records, coordinates.dim)
+            delta = sigma * coordinates.perturbation(z)
             if settings.estimator == "antithetic":
-                losses = self.forward.losses(clean, index, site.perturbed_pair(call, settings.sigma * z))
-                slope = (losses[:repeats] - losses[repeats:]) / (2 * settings.sigma)
+                losses = self.forward.losses(clean, index, site.perturbed_pair(call, delta))
+                slope = (losses[:repeats] - losses[repeats:]) / (2 * sigma)
             else:
-                slope = self.forward.losses(clean, index, site.perturbed(call, settings.sigma * z)) / settings.sigma
+                slope = self.forward.losses(clean, index, site.perturbed(call, delta)) / sigma
                 if settings.estimator == "baseline":
-                    slope = slope - clean.losses / settings.sigma
+                    slope = slope - clean.losses / sigma
             slope = torch.where(torch.isfinite(slope), slope, 0)
             signal += torch.einsum("rb,rbd->bd", slope, z)
-        return signal / settings.repeats
+        return signal.div_(settings.repeats)
 
     def clip_factors(self, norms: Tensor) -> Tensor:
         """(sites, records): what each record's gradients are multiplied by, given their norms (sites, records)."""

@@ -16,87 +16,171 @@ from torch import Tensor
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Space
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, parameter_views
+from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism
+from dpulr.mechanisms.weights import LayerCost, balanced
 from dpulr.randomness import Directions
+
+_AUTO_SUBSPACE = 16
+_EXACT_STEP = 1e-2
+_MOST_EXACT = 1_000
 
 
 @dataclass(frozen=True)
 class HiddenDirection(Mechanism):
-    """Settings: `repeats` directions a record, site radius `radius * sqrt(dim)`, sign (kappa=None) or clipped difference."""
+    """Settings.
+
+    repeats        directions a record and layer
+    layer_weights  the bounds C_l of the layers: numbers, or "auto" (equal guess of all gradients, from public quantities only)
+    radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
+    kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
+    frames         size of orthonormal blocks of directions (Theorem 2); it divides repeats
+    last_layer     "exact" takes the last layer's gradient by differences at its few outputs, clipped and noised as a Gaussian part
+    subspace       directions hide in a public random subspace of m dimensions a layer; None: in the whole space
+    """
 
     repeats: int = 1
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
     radius: float = 0.1
     kappa: float | None = None
+    frames: int = 1
+    last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
+    subspace: int | Literal["auto"] | None = "auto"
     name: ClassVar[str] = "hidden-direction"
 
     def __post_init__(self) -> None:
-        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats!r}; it must be a whole number of at least 1.")
+        for field in ("repeats", "frames"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least 1.")
+        if self.repeats % self.frames:
+            raise ValueError(f"repeats is {self.repeats}; it must be a multiple of frames, which is {self.frames}.")
+        if self.frames > 1 and self.kappa is not None:
+            raise ValueError("orthonormal frames (frames > 1) keep signs only: use kappa=None.")
         if self.layer_weights != "auto":
             object.__setattr__(self, "layer_weights", tuple(self.layer_weights))
         for field in ("radius", "kappa"):
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{field} is {value}; it must be a positive number.")
+        if self.last_layer not in ("hidden", "exact"):
+            raise ValueError(f"last_layer is {self.last_layer!r}; it must be 'hidden' or 'exact'.")
+        if self.space not in ("auto", "output", "weight"):
+            raise ValueError(f"space is {self.space!r}; it must be 'auto', 'output' or 'weight'.")
+        if self.subspace not in ("auto", None) and (not isinstance(self.subspace, int) or self.subspace < 1):
+            raise ValueError(f"subspace is {self.subspace!r}; it must be 'auto', None or a whole number of at least 1.")
 
     def bind(self, forward: Forward, *, memory_limit: int, seed: int) -> BoundHiddenDirection:
-        return BoundHiddenDirection(self, forward, memory_limit)
+        return BoundHiddenDirection(self, forward, memory_limit=memory_limit, seed=seed)
 
 
 class BoundHiddenDirection(Bound):
-    def __init__(self, settings: HiddenDirection, forward: Forward, memory_limit: int) -> None:
-        super().__init__(forward, memory_limit)
+    def __init__(self, settings: HiddenDirection, forward: Forward, *, memory_limit: int, seed: int) -> None:
+        subspace = _AUTO_SUBSPACE if settings.subspace == "auto" else settings.subspace
+        super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=subspace)
         self.settings = settings
-        self.size = sum(site.rule.weight_dim for site in forward.sites)
-        count = len(forward.sites)
-        if settings.layer_weights == "auto":
-            self.weights: tuple[float, ...] = (1.0,) * count
-        else:
-            self.weights = tuple(float(weight) for weight in settings.layer_weights)
-            if len(self.weights) != count or not all(math.isfinite(w) and w > 0 for w in self.weights):
-                names = ", ".join(site.name for site in forward.sites)
+        last = len(forward.sites) - 1
+        self.exact = last if settings.last_layer == "exact" else None
+        if self.exact is not None:
+            self._check_exact()
+        self.weights: tuple[float, ...] = ()
+        for i, coordinates in enumerate(self.coordinates):
+            if settings.frames > coordinates.dim and i != self.exact:
                 raise ValueError(
-                    f"layer_weights must be {count} positive numbers, one each for {names}; got {settings.layer_weights}."
+                    f"frames is {settings.frames}, but {forward.sites[i].layer.label} has only {coordinates.dim} dimensions."
                 )
+        if settings.layer_weights != "auto":
+            self._check_weights(settings.layer_weights)
 
-    def event(self, noise_multiplier: float) -> HiddenDirectionRelease:
-        return HiddenDirectionRelease(
-            tuple(
-                HiddenSite(dim=site.dim, noise_ratio=noise_multiplier / weight, repeats=self.settings.repeats)
-                for site, weight in zip(self.forward.sites, self.weights, strict=True)
-            )
+    # --- privacy ------------------------------------------------------------------------------------------------------
+    def event_at(self, noise_multiplier: float) -> HiddenDirectionRelease:
+        ratios = [noise_multiplier / weight for weight in self.weights_at(noise_multiplier)]
+        sites = tuple(
+            HiddenSite(coordinates.dim, ratios[i], self.settings.repeats, self.settings.frames)
+            for i, coordinates in enumerate(self.coordinates)
+            if i != self.exact
         )
+        return HiddenDirectionRelease(sites, () if self.exact is None else (ratios[self.exact],))
 
-    def noise_std(self, noise_multiplier: float) -> float:
-        return noise_multiplier
+    def use(self, noise_multiplier: float) -> None:
+        super().use(noise_multiplier)
+        self.weights = self.weights_at(noise_multiplier)
 
-    def gradients(self, release: Tensor) -> Tensor:
-        return release
+    @property
+    def noise_std(self) -> float:
+        return self.noise_multiplier
 
-    def add(self, clean: Clean, directions: Directions, total: Tensor) -> None:
-        views = parameter_views(self.forward.sites, total)
-        for i, (site, call, weight, view) in enumerate(zip(self.forward.sites, clean.calls, self.weights, views, strict=True)):
-            signal = self.estimate(clean, i, directions)
-            gains = site.gains(call)
-            scale = torch.where(gains > 0, ROUNDING * weight / gains, 0)
-            site.add_gradient(call, signal, scale, view)
+    def weights_at(self, noise_multiplier: float) -> tuple[float, ...]:
+        """The bound C_l of each layer. Public: it depends on shapes and settings only."""
+        if self.settings.layer_weights != "auto":
+            return tuple(float(weight) for weight in self.settings.layer_weights)
+        costs = [
+            LayerCost.exact() if i == self.exact else LayerCost.hidden(coordinates.dim, self.settings.repeats)
+            for i, coordinates in enumerate(self.coordinates)
+        ]
+        return balanced(costs, noise_multiplier)
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+    def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
+        for i, (site, call, weight) in enumerate(zip(self.forward.sites, clean.calls, self.weights, strict=True)):
+            if i == self.exact:
+                signal = self.differences(clean, i)
+                scale = (ROUNDING * weight / site.norms(call, signal)).clamp(max=1)
+            else:
+                signal = self.estimate(clean, i, directions)
+                gains = site.gains(call)
+                scale = torch.where(gains > 0, ROUNDING * weight / gains, 0)
+            self.coordinates[i].add(call, signal, scale, parts[i])
 
     def estimate(self, clean: Clean, index: int, directions: Directions) -> Tensor:
         """(records, dim): the mean over the repeats of z b, which has norm at most 1."""
-        site, call, settings = self.forward.sites[index], clean.calls[index], self.settings
-        signal = torch.zeros(clean.records, site.dim, device=self.device, dtype=self.dtype)
-        radius = settings.radius * math.sqrt(site.dim)
-        for repeats in self.repeat_chunks(site, clean.records, settings.repeats, signs=2):
-            z = directions.sphere(repeats, clean.records, site.dim)
-            losses = self.forward.losses(clean, index, site.perturbed_pair(call, radius * z))
-            difference = losses[:repeats] - losses[repeats:]
-            signal += torch.einsum("rb,rbd->bd", self.bit(difference), z)
-        return signal / settings.repeats
+        site, call, coordinates = self.forward.sites[index], clean.calls[index], self.coordinates[index]
+        signal = torch.zeros(clean.records, coordinates.dim, device=self.device, dtype=self.dtype)
+        radius = self.settings.radius * site.scale * math.sqrt(coordinates.dim)
+        frames = self.settings.frames
+        for blocks in self.repeat_chunks(site, clean.records, self.settings.repeats // frames, signs=2 * frames):
+            z = self.draw(directions, blocks, clean.records, coordinates.dim)
+            losses = self.forward.losses(clean, index, site.perturbed_pair(call, coordinates.perturbation(radius * z)))
+            b = self.bit(losses[: len(z)] - losses[len(z) :])
+            signal += b[0].unsqueeze(1) * z[0] if len(z) == 1 else torch.einsum("rb,rbd->bd", b, z)
+        return signal.div_(self.settings.repeats)
+
+    def draw(self, directions: Directions, blocks: int, records: int, dim: int) -> Tensor:
+        """(blocks * frames, records, dim) unit vectors, orthonormal within a block."""
+        frames = self.settings.frames
+        if frames == 1:
+            return directions.sphere(blocks, records, dim)
+        return directions.frames(blocks, records, frames, dim).movedim(2, 1).flatten(0, 1)
 
     def bit(self, difference: Tensor) -> Tensor:
-        """b in [-1, 1]; 0 where a loss was not finite."""
+        """b in [-1, 1]; 0 where a loss was not finite. In orthonormal frames b is -1 or 1, as Theorem 2 needs."""
+        if self.settings.frames > 1:
+            return torch.where(difference < 0, -1.0, 1.0).to(difference.dtype)
         kappa = self.settings.kappa
         b = torch.sign(difference) if kappa is None else (difference / kappa).clamp(-1, 1)
         return torch.where(torch.isfinite(difference), b, 0)
+
+    # --- the exact last layer -----------------------------------------------------------------------------------------
+    def differences(self, clean: Clean, index: int) -> Tensor:
+        """(records, dim): slopes of the loss along the coordinates of the last layer's output, by central differences."""
+        site, call, coordinates = self.forward.sites[index], clean.calls[index], self.coordinates[index]
+        axes = torch.eye(coordinates.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
+        step = _EXACT_STEP * coordinates.perturbation(axes.expand(-1, clean.records, -1))
+        losses = self.forward.losses(clean, index, site.perturbed_pair(call, step))
+        slopes = (losses[: len(step)] - losses[len(step) :]).t() / (2 * _EXACT_STEP)
+        return torch.where(torch.isfinite(slopes), slopes, 0)
+
+    def _check_exact(self) -> None:
+        site = self.forward.sites[-1]
+        if site.space != "output" or site.dim > _MOST_EXACT:
+            raise ValueError(
+                f"last_layer='exact' needs a last layer with an output space of at most {_MOST_EXACT} numbers; {site.layer.label} "
+                f"has {site.dim} in {site.space} space. Use last_layer='hidden'."
+            )
+
+    def _check_weights(self, weights: tuple[float, ...]) -> None:
+        if len(weights) != len(self.coordinates) or not all(math.isfinite(w) and w > 0 for w in weights):
+            names = ", ".join(site.name for site in self.forward.sites)
+            raise ValueError(
+                f"layer_weights must be {len(self.coordinates)} positive numbers, one each for {names}; got {weights}."
+            )

@@ -1,0 +1,84 @@
+"""The coordinates a site's directions and its part of the release live in: the whole space, or a public random subspace of it.
+
+A subspace is drawn anew in each step from public randomness. Directions are hidden inside it, the release and its noise have its
+(fewer) coordinates, and the gradient is lifted back (docs/theory.md, section 3, "Public subspaces").
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpulr.forward.sites import Site
+from dpulr.layers import Call
+from dpulr.layers.base import numel
+
+
+class Coordinates:
+    """Coordinates of one site. `dim` is the size of the space that directions are hidden in, `size` that of the release."""
+
+    def __init__(self, site: Site, subspace: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self.site = site
+        self.dtype, self.device = dtype, device
+        self.width, self.positions = self._axes()
+        self.kept = self.width if subspace is None or not self.reducible else min(subspace, self.width)
+        self.reduced = self.kept < self.width
+        self.dim = self.kept * self.positions
+        self.shapes = {name: torch.Size(self._shape(p.shape)) for name, p in site.parameters.items()} if self._by_rows else {}
+        self.size = sum(numel(shape) for shape in self.shapes.values()) if self._by_rows else self.dim
+        self.basis = torch.empty(0)
+
+    @property
+    def _by_rows(self) -> bool:
+        """In output space the release keeps the parameters' shapes, with fewer rows; in weight space it is a plain vector."""
+        return self.site.space == "output"
+
+    @property
+    def reducible(self) -> bool:
+        return self.site.space == "weight" or self.site.rule.shares_positions
+
+    def _axes(self) -> tuple[int, int]:
+        """Size of the axis a subspace is taken of, and how many positions share it."""
+        if self.site.space == "weight":
+            return self.site.dim, 1
+        width = self.site.output_shape[-1]
+        return width, self.site.dim // width
+
+    def _shape(self, shape: torch.Size) -> tuple[int, ...]:
+        return (self.kept, *shape[1:]) if self.reduced else tuple(shape)
+
+    def draw(self, public: torch.Generator) -> None:
+        """A fresh orthonormal basis (width x kept): uniform, and independent of all data."""
+        if self.reduced:
+            normal = torch.randn(self.width, self.kept, generator=public, dtype=self.dtype)
+            self.basis = torch.linalg.qr(normal)[0].to(self.device)
+
+    def perturbation(self, z: Tensor) -> Tensor:
+        """Directions (repeats, records, dim) in the coordinates of the site."""
+        if not self.reduced:
+            return z
+        return (z.view(*z.shape[:2], self.positions, self.kept) @ self.basis.t()).flatten(2)
+
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor) -> None:
+        """Add the records' scaled gradients, in these coordinates, to their part of the release."""
+        if self._by_rows:
+            self.site.add_gradient(call, signal, scale, self._views(part))
+        else:
+            self.site.add_weight_signal(signal, scale, part)
+
+    def lift(self, part: Tensor, into: dict[str, Tensor]) -> None:
+        """Write the gradient that a part of the release stands for."""
+        if self._by_rows:
+            for name, view in self._views(part).items():
+                into[name].copy_(self.basis @ view if self.reduced else view)
+            return
+        flat = self.basis @ part if self.reduced else part
+        for name, view in self.site.rule.split(flat).items():
+            into[name].copy_(view)
+
+    def _views(self, part: Tensor) -> dict[str, Tensor]:
+        views, offset = {}, 0
+        for name, shape in self.shapes.items():
+            views[name] = part[offset : offset + numel(shape)].view(shape)
+            offset += numel(shape)
+        return views

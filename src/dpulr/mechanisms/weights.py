@@ -1,0 +1,53 @@
+"""Layer weights from public quantities: how to share a budget among layers (docs/theory.md, section 3, "Layer weights").
+
+With c_l = C_l / noise, a layer's useful signal is rho_l c_l, and its cost in the small-signal approximation is
+rho_l^2 c_l^2 + c_l^4 / (2 d_l K). At the best shares all layers have the same marginal signal per cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Signal per unit of c (`slope`) and the factor of c^4 in the cost (`quartic`)."""
+
+    slope: float
+    quartic: float
+
+    @classmethod
+    def hidden(cls, dim: int, repeats: int) -> LayerCost:
+        slope = math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
+        return cls(slope, 1 / (2 * dim * repeats))
+
+    @classmethod
+    def exact(cls) -> LayerCost:
+        return cls(1.0, 0.0)
+
+    def share(self, price: float) -> float:
+        """The root c of slope = 2 price c (slope^2 + 2 quartic c^2)."""
+        high = 1 / (2 * price * self.slope)
+        low = 0.0
+        for _ in range(100):
+            c = (low + high) / 2
+            if 2 * price * c * (self.slope**2 + 2 * self.quartic * c * c) < self.slope:
+                low = c
+            else:
+                high = c
+        return (low + high) / 2
+
+
+def balanced(costs: Sequence[LayerCost], noise_multiplier: float) -> tuple[float, ...]:
+    """Bounds C_l of the best shares, scaled so that their squares have mean 1."""
+    target = len(costs) / noise_multiplier**2
+    low, high = -60.0, 60.0  # logarithm of the price
+    for _ in range(100):
+        middle = (low + high) / 2
+        if sum(cost.share(math.exp(middle)) ** 2 for cost in costs) > target:
+            low = middle
+        else:
+            high = middle
+    return tuple(noise_multiplier * cost.share(math.exp((low + high) / 2)) for cost in costs)
