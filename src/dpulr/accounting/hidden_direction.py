@@ -112,7 +112,7 @@ def _x_edges(half: float, counts: Array) -> Array:
     high = max(high, math.sqrt(2 * float(special.gammainccinv(half, 1e-19))))
     count = math.ceil((high - low) / WIDTH * math.sqrt(2))
     radius = np.linspace(low, high, count + 1)
-    return np.concatenate([[0.0], radius**2])
+    return radius**2
 
 
 def _chi_mass(half: Array, x_edges: Array) -> Array:
@@ -140,9 +140,8 @@ def _mixtures(height: Array, weight: Array, noise: float, w_edges: Array, n: Arr
 
 def _log_ratio(ratios: Array, scale: Array, half: float, n: Array, x_edges: Array) -> Array:
     """ln dQ/dP at every corner. Given n counts, x has the density of P times (x/2)^n / (half (half+1) ... (half+n-1))."""
-    with np.errstate(divide="ignore"):
-        logs = np.cumsum(np.log(x_edges / 2 / (half + n[:-1, None])), axis=0)
-    logs = np.vstack([np.zeros_like(x_edges), logs])
+    logs = np.vstack([np.zeros_like(x_edges), np.cumsum(np.log(x_edges / 2 / (half + n[:-1, None])), axis=0)])
     largest = logs.max(axis=0)
-    value: Array = np.log(ratios @ np.exp(logs - largest)) + largest + scale[:, None]
+    with np.errstate(divide="ignore"):
+        value: Array = np.log(ratios @ np.exp(logs - largest)) + largest + scale[:, None]
     return value

@@ -40,8 +40,8 @@ def atoms(loss: Array, p: Array, q: Array, q_only: float = 0.0, p_only: float = 
 
 
 def cells(low: Array, high: Array, p: Array, q: Array, q_only: float = 0.0, p_only: float = 0.0) -> Cells:
-    """Cells from bounds and masses; empty ones dropped, the mean held inside its bounds against rounding errors."""
-    keep = (p > 0) & (q > 0)
+    """Cells from bounds and masses. What has no finite bounds counts as infinite loss; means are held in their bounds."""
+    keep = (p > 0) & (q > 0) & np.isfinite(low) & np.isfinite(high)
     q_only += float(q[(q > 0) & ~keep].sum())
     p_only += float(p[(p > 0) & ~keep].sum())
     low, high, p, q = low[keep], high[keep], p[keep], q[keep]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import fft
@@ -14,7 +15,7 @@ from dpulr.accounting.pairs import Array, Cells, Indices, spread
 ADDED_VARIANCE = 0.0005  # the grid may add this share to the variance of the loss
 FEWEST_BINS, MOST_BINS = 1 << 16, 1 << 22
 TAIL_SHARE = 1e-4  # share of delta spent on what lies outside the window, per side and per cause
-ROUNDING = 1e-14  # error of one transform value over the mass transformed: 5 * log2(2^20) * 2^-53, rounded up
+STAGES = 110  # a transform value errs by at most this many units of rounding per unit of mass: 5 * log2(2^22) (section 5)
 
 
 class _TooManyBinsError(Exception):
@@ -77,12 +78,17 @@ def compose(parts: Sequence[tuple[Cells, int]], delta: float, refine: float = 1.
 
 def _compose(parts: Sequence[tuple[Cells, int]], step: float, delta: float) -> Curves:
     grids = [(*spread(cells, step), count) for cells, count in parts]
-    # Mass that rounding lost counts as infinite loss too.
-    q_only = sum(count * max(cells.q_only, 1 - float(cells.q.sum())) for cells, count in parts)
-    p_only = sum(count * max(cells.p_only, 1 - float(cells.p.sum())) for cells, count in parts)
-    remove = _curve([(k, q, count) for k, _, q, count in grids], step, q_only, delta)
-    add = _curve([(-k, p, count) for k, p, _, count in grids], step, p_only, delta)
-    return Curves(remove, add)
+    q_only = sum(count * cells.q_only for cells, count in parts)
+    p_only = sum(count * cells.p_only for cells, count in parts)
+    upper_q = [(k, _whole(q, cells.q_only), n) for (k, _, q, n), (cells, _) in zip(grids, parts, strict=True)]
+    upper_p = [(-k, _whole(p, cells.p_only), n) for (k, p, _, n), (cells, _) in zip(grids, parts, strict=True)]
+    return Curves(_curve(upper_q, step, q_only, delta), _curve(upper_p, step, p_only, delta))
+
+
+def _whole(mass: Array, elsewhere: float) -> Array:
+    """Restore the known total, 1 - elsewhere, where rounding (or a smaller `elsewhere`) has lost some of it."""
+    scaled: Array = mass * float(max(1.0, (1 - np.longdouble(elsewhere)) / mass.sum(dtype=np.longdouble)))
+    return scaled
 
 
 def _step(parts: Sequence[tuple[Cells, int]], refine: float) -> float:
@@ -107,20 +113,37 @@ def _curve(parts: Sequence[tuple[Indices, Array, int]], step: float, always: flo
     low, high, outside = _window(trimmed, step, TAIL_SHARE * delta)
     always += outside
     size = fft.next_fast_len(max(high - low + 1, FEWEST_BINS), real=True)
-    logarithm = np.zeros(size // 2 + 1, dtype=np.complex128)
-    largest = np.zeros(size // 2 + 1)  # logarithm of the most the exact product can be
-    for index, mass, count in trimmed:
-        value = fft.rfft(np.bincount(index % size, weights=mass, minlength=size))
-        magnitude = np.abs(value)
-        logarithm += count * np.log(np.where(magnitude > 1e-300, value, 1e-300))
-        largest += count * np.log(magnitude + ROUNDING)
-    transform = np.exp(logarithm)
-    composed = np.roll(fft.irfft(transform, size), -(low % size))
-    # The L1 error of the result is at most the L2 error of its transform (section 5); the spectrum has two halves.
-    error = np.exp(largest) * -np.expm1(np.minimum(logarithm.real - largest, 0.0))
-    always += math.sqrt(2.0) * float(np.linalg.norm(error) + ROUNDING * np.linalg.norm(transform))
+    folded: list[tuple[Array, int]] = [
+        (np.bincount(index % size, weights=mass, minlength=size).astype(np.float64), count) for index, mass, count in trimmed
+    ]
+    composed, error = _convolve(folded, TAIL_SHARE * delta)
     loss = step * np.arange(low, low + size, dtype=np.float64)
-    return Curve(loss, np.maximum(composed, 0.0), always)
+    return Curve(loss, np.maximum(np.roll(composed, -(low % size)), 0.0), always + error)
+
+
+def _convolve(folded: Sequence[tuple[Array, int]], allowed: float) -> tuple[Array, float]:
+    """Circular convolution of all powers, and a bound on its total error. Extended precision where that bound needs it."""
+    composed, error = _convolve_in(np.dtype(np.float64), folded)
+    if error > allowed and np.finfo(np.longdouble).eps < np.finfo(np.float64).eps:
+        composed, error = _convolve_in(np.dtype(np.longdouble), folded)
+    return composed, error
+
+
+def _convolve_in(real: np.dtype[Any], folded: Sequence[tuple[Array, int]]) -> tuple[Array, float]:
+    size = len(folded[0][0])
+    rounding = STAGES * np.finfo(real).eps / 2
+    logarithm: Any = 0.0
+    largest: Any = 0.0  # logarithm of the most the exact product can be
+    for mass, count in folded:
+        value = fft.rfft(mass.astype(real))
+        magnitude = np.abs(value)
+        logarithm = logarithm + count * np.log(np.where(magnitude > 1e-300, value, real.type(1e-300)))
+        largest = largest + count * np.log(magnitude + rounding)
+    transform = np.exp(logarithm)
+    # The L1 error of the result is at most the L2 error of its transform (section 5); the spectrum has two halves.
+    excess = np.exp(largest) * -np.expm1(np.minimum(logarithm.real - largest, 0.0))
+    error = math.sqrt(2.0 * float(np.sum(excess**2))) + math.sqrt(2.0 * float(np.sum(np.abs(rounding * transform) ** 2)))
+    return fft.irfft(transform, size).astype(np.float64), error
 
 
 def _without_far_tail(index: Indices, mass: Array, allowed: float) -> tuple[Indices, Array, float]:
