@@ -9,6 +9,7 @@ from dpulr.accounting import cache, checks
 from dpulr.accounting.events import Charge, GaussianRelease, Release, SampledStep, to_dict
 from dpulr.accounting.functions import PerLayer, hidden_direction_release
 from dpulr.accounting.pricing import epsilon, total_shift
+from dpulr.accounting.small_signal import equivalent_noise, likely_noise
 
 TOLERANCE = 5e-4  # relative width at which the search for the noise ends
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
@@ -89,8 +90,23 @@ def calibrate_release(
         "method": method,
     }
     return cache.remember(
-        "calibrate", key, lambda: _smallest(lambda noise: epsilon([charge(noise)], delta, method), target_epsilon)
+        "calibrate",
+        key,
+        lambda: _smallest(
+            lambda noise: epsilon([charge(noise)], delta, method),
+            target_epsilon,
+            _start(make_release, likely_noise(target_epsilon, delta, sample_rate, steps)),
+        ),
     )
+
+
+def _start(make_release: Callable[[float], Release], wanted: float) -> float:
+    """A noise multiplier at which the release is worth about `wanted`. Only a place to start: any error is harmless."""
+    low, high = math.log(LEAST_NOISE), math.log(MOST_NOISE)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if equivalent_noise(make_release(math.exp(middle))) < wanted else (low, middle)
+    return math.exp(low)
 
 
 def _refuse_hopeless(charge: Charge, target: float, delta: float) -> None:
@@ -102,29 +118,29 @@ def _refuse_hopeless(charge: Charge, target: float, delta: float) -> None:
         )
 
 
-def _smallest(price: Callable[[float], float], target: float) -> float:
+def _smallest(price: Callable[[float], float], target: float, start: float) -> float:
     """Root of the falling price(noise) = target, in logarithms, by false position; returns the upper end."""
 
     def gap(noise: float) -> float:
         value = price(noise)
         return math.log(value / target) if 0 < value < math.inf else (-10.0 if value == 0 else 10.0)
 
-    low = high = min(max(2.0 / target, 0.3), 30.0)
+    low = high = start
     low_gap = high_gap = gap(low)
-    stride = 2.0
+    stride = 1.1
     while low_gap <= 0:
         if low <= LEAST_NOISE:
             return low
         high, high_gap = low, low_gap
         low = max(low / stride, LEAST_NOISE)
-        low_gap, stride = gap(low), min(stride**1.5, 8.0)
-    stride = 2.0
+        low_gap, stride = gap(low), min(stride**2, 4.0)
+    stride = 1.1
     while high_gap > 0:
         if high >= MOST_NOISE:
             raise ValueError("No noise reaches the target epsilon at this delta, sample rate and number of steps.")
         low, low_gap = high, high_gap
         high *= stride
-        high_gap, stride = gap(high), min(stride**1.5, 64.0)
+        high_gap, stride = gap(high), min(stride**2, 16.0)
     return _narrow(gap, low, low_gap, high, high_gap)
 
 

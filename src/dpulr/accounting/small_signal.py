@@ -1,0 +1,45 @@
+"""Quick approximations: where to start a search, how settings compare. Never used to certify (docs/theory.md, section 8)."""
+
+from __future__ import annotations
+
+import math
+
+from scipy import optimize, special
+
+from dpulr.accounting.events import GaussianRelease, HiddenDirectionRelease, Release
+
+
+def equivalent_noise(release: Release) -> float:
+    """The Gaussian noise multiplier s the release is worth: 1/s^2 = sum of rho^2/tau^2 + 1/(2 d K tau^4)."""
+    if isinstance(release, GaussianRelease):
+        return release.noise_multiplier
+    if not isinstance(release, HiddenDirectionRelease):
+        raise ValueError(f"{type(release).__name__} has no Gaussian equivalent.")
+    total = math.fsum(noise**-2 for noise in release.gaussian)
+    for site in release.sites:
+        if site.dim == 1:
+            total += site.noise_ratio**-2
+            continue
+        mean = mean_height(site.dim) ** 2 / site.noise_ratio**2
+        total += mean + 1 / (2 * site.dim * site.repeats * site.noise_ratio**4)
+    return 1 / math.sqrt(total)
+
+
+def mean_height(dim: int) -> float:
+    """rho = E|z_1| for z uniform on the unit sphere: the share of a record's signal that survives."""
+    return math.exp(special.gammaln(dim / 2) - special.gammaln((dim + 1) / 2)) / math.sqrt(math.pi)
+
+
+def likely_noise(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """A noise multiplier near the target, from the central limit theorem for sampled Gaussians."""
+
+    def gap(log_mu: float) -> float:
+        mu = math.exp(log_mu)
+        a, b = mu / 2, target_epsilon / mu
+        return float(special.ndtr(a - b)) - math.exp(target_epsilon + float(special.log_ndtr(-a - b))) - delta
+
+    try:
+        mu = math.exp(optimize.brentq(gap, -14.0, math.log(60.0), xtol=1e-3))
+    except (ValueError, OverflowError):
+        return 1.0
+    return 1 / math.sqrt(math.log1p((mu / sample_rate) ** 2 / steps))
