@@ -35,5 +35,12 @@ def has_rule(module: nn.Module) -> bool:
 
 
 def rule_for(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> LayerRule:
-    """The rule of the module's own class; any other module is perturbed in its weights."""
-    return _RULES.get(type(module), LayerRule)(module, parameters)
+    """The rule of the module's own class; any other module is perturbed in its weights.
+
+    So is a known one that was changed: by a hook of the user, or by parameters of other names (weight normalisation).
+    """
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    kind = LayerRule if changed else _RULES.get(type(module), LayerRule)
+    if kind.handles is not None and not kind.handles.issuperset(parameters):
+        kind = LayerRule
+    return kind(module, parameters)

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpulr.layers.base import Call, Deltas, WeightLinearRule
+from dpulr.layers.base import Call, Deltas, WeightLinearRule, not_cancelled, numel
 
 
 class AffineRule(WeightLinearRule):
     """Output space of `features @ weight.T + bias`, in groups (a linear layer has one)."""
+
+    handles = frozenset({"weight", "bias"})
 
     def features(self, x: Tensor) -> Tensor:
         """(records, groups, positions, features)."""
@@ -41,19 +43,22 @@ class AffineRule(WeightLinearRule):
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         x, u = self.features(call.input), self.grouped(signal)
         positions = x.shape[2]
+        bound = (self._squares(x) * u.square().sum((2, 3))).sum(1).sqrt()
         if positions == 1:
-            return (self._squares(x) * u.square().sum((2, 3))).sum(1).sqrt()
+            return bound
         if positions * (x.shape[3] + u.shape[3]) > x.shape[3] * u.shape[3]:  # the gradient is smaller than the Gram matrices
             square = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
             if "weight" in self.parameters:
                 square = square + (u.transpose(2, 3) @ x).square().sum((1, 2, 3))
             if "bias" in self.parameters:
                 square = square + u.sum(2).square().sum((1, 2))
-            return square.sqrt()
+            return not_cancelled(square.sqrt(), bound)
+        x, u = x.double(), u.double()  # the sum may cancel: a norm that comes out too small would let a record through
         gram = x @ x.transpose(2, 3) if "weight" in self.parameters else torch.zeros_like(x[..., :1])
         if "bias" in self.parameters:
             gram = gram + 1
-        return ((u @ u.transpose(2, 3)) * gram).sum((1, 2, 3)).clamp_min(0).sqrt()
+        square = ((u @ u.transpose(2, 3)) * gram).sum((1, 2, 3))
+        return not_cancelled(square.clamp_min(0).sqrt().to(bound.dtype), bound)
 
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         x, u = self.features(call.input), self.grouped(signal)
@@ -72,14 +77,14 @@ class LinearRule(AffineRule):
     shares_positions = True
 
     def features(self, x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], 1, -1, x.shape[-1]) if x.dim() != 2 else x[:, None, None]
+        return x.reshape(x.shape[0], 1, numel(x.shape[1:-1]), x.shape[-1])
 
     def grouped(self, output: Tensor) -> Tensor:
         return self.features(output)
 
     def shift(self, call: Call, deltas: Deltas) -> Tensor:
         x = call.input
-        rows = x.reshape(x.shape[0], -1, x.shape[-1])  # records, positions, features
+        rows = x.reshape(x.shape[0], numel(x.shape[1:-1]), x.shape[-1])  # records, positions, features
         any_delta = next(iter(deltas.values()))
         out = torch.zeros(*any_delta.shape[:2], rows.shape[1], call.output.shape[-1], dtype=rows.dtype, device=rows.device)
         if "weight" in deltas:
@@ -119,17 +124,11 @@ class ConvRule(AffineRule):
                 *[s * d for s, d in zip(strides, conv.dilation, strict=True)],
             ),
         )
-        positions = 1
-        for step in steps:
-            positions *= step
-        width = channels
-        for kernel in conv.kernel_size:
-            width *= kernel
-        return view.reshape(x.shape[0], conv.groups, positions, width)
+        return view.reshape(x.shape[0], conv.groups, numel(steps), channels * numel(conv.kernel_size))
 
     def grouped(self, output: Tensor) -> Tensor:
         groups = self.module.groups
-        return output.reshape(output.shape[0], groups, output.shape[1] // groups, -1).transpose(2, 3)
+        return output.reshape(output.shape[0], groups, output.shape[1] // groups, numel(output.shape[2:])).transpose(2, 3)
 
     def shift(self, call: Call, deltas: Deltas) -> Tensor:
         """One grouped convolution: each record is a group of its own, its repeats are output channels."""
@@ -153,5 +152,5 @@ class ConvRule(AffineRule):
             result = result.view(records, groups, repeats, per_group, *out_shape[1:])
             out = result.movedim(2, 0).flatten(2, 3)
         if "bias" in deltas:
-            out = out + deltas["bias"].view(repeats, records, -1, *[1] * (len(out_shape) - 1))
+            out = out + deltas["bias"].view(repeats, records, conv.out_channels, *[1] * (len(out_shape) - 1))
         return out.expand(repeats, records, *out_shape)

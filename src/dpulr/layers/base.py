@@ -7,7 +7,7 @@ A *record* is one row of the batch. A perturbation has shape (repeats, records, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,6 +52,8 @@ class LayerRule:
     """Weight space for any module: run it with each record's own weights. No Jacobian is needed."""
 
     has_output_space: ClassVar[bool] = False
+    handles: ClassVar[frozenset[str] | None] = None
+    """Names of the parameters that the rule knows; None: any."""
     shares_positions: ClassVar[bool] = False
     """True if a signal may be expressed in a smaller basis of the output's last axis (a public subspace)."""
 
@@ -70,6 +72,8 @@ class LayerRule:
     def with_weights(self, call: Call, flat: Tensor) -> Tensor:
         """Outputs (repeats, records, *out) when record i of repeat r uses the weights plus flat[r, i]."""
         repeats, records = flat.shape[:2]
+        if repeats * records == 0:
+            return call.output.new_zeros(repeats, records, *call.output.shape[1:])
         leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
         stacked = {name: (delta + self.parameters[name]).flatten(0, 1) for name, delta in self.split(flat).items()}
         rows = [
@@ -85,10 +89,7 @@ class LayerRule:
 
         try:
             out = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")(stacked, *rows)
-        except (
-            RuntimeError,
-            NotImplementedError,
-        ):  # what vmap can't batch (control flow, recurrent kernels): row by row
+        except RuntimeError:  # what vmap can't batch (control flow, recurrent kernels): row by row
             out = torch.stack(
                 [
                     one(
@@ -135,11 +136,22 @@ class WeightLinearRule(LayerRule):
         return call.output + shift, call.output - shift
 
 
+def not_cancelled(norm: Tensor, bound: Tensor) -> Tensor:
+    """`norm`, but not below the rounding of sums whose terms are as long as `bound`.
+
+    A record whose terms cancel almost wholly is scaled as if it were that long; otherwise rounding, scaled up, could exceed the clip.
+    """
+    return torch.maximum(norm, _ROUNDING * bound)
+
+
+_ROUNDING = 1e-4
+
+
 def flat_norm(tensor: Tensor) -> Tensor:
     """Euclidean norm of each record."""
     norm: Tensor = torch.linalg.vector_norm(tensor.flatten(1), dim=1)
     return norm
 
 
-def numel(shape: tuple[int, ...] | torch.Size) -> int:
+def numel(shape: Iterable[int]) -> int:
     return math.prod(shape)

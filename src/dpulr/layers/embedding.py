@@ -5,34 +5,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpulr.layers.base import Call, Deltas, WeightLinearRule
+from dpulr.layers.base import Call, Deltas, WeightLinearRule, flat_norm, not_cancelled, numel
 
 
 class EmbeddingRule(WeightLinearRule):
     """Two positions with the same token share a row, so norms and gains count how often a token comes."""
 
+    handles = frozenset({"weight"})
     module: nn.Embedding
 
     def _tokens(self, call: Call) -> Tensor:
-        return call.input.reshape(call.records, -1)
+        return call.input.reshape(call.records, numel(call.input.shape[1:]))
 
     def _same(self, call: Call) -> Tensor:
-        """(records, positions, positions): 1 where two positions share a trained row."""
+        """(records, positions, positions): True where two positions share a trained row."""
         tokens = self._tokens(call)
         same = tokens.unsqueeze(1) == tokens.unsqueeze(2)
         if self.module.padding_idx is not None:
             same = same & (tokens != self.module.padding_idx).unsqueeze(1)
-        return same.to(call.output.dtype)
+        return same
 
     def _rows(self, call: Call, signal: Tensor) -> Tensor:
         return signal.reshape(call.records, self._tokens(call).shape[1], self.module.embedding_dim)
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
-        u = self._rows(call, signal)
-        return ((u @ u.transpose(1, 2)) * self._same(call)).sum((1, 2)).clamp_min(0).sqrt()
+        """Positions are added up where their token comes first: no squares that cancel."""
+        u, same = self._rows(call, signal), self._same(call)
+        first = same & (same.cumsum(2) == 1)
+        return not_cancelled(flat_norm(first.to(u.dtype).transpose(1, 2) @ u), flat_norm(u * same.any(1).unsqueeze(2)))
 
     def gains(self, call: Call) -> Tensor:
-        return self._same(call).sum(2).amax(1).sqrt()
+        return self._same(call).sum(2).amax(1).to(call.output.dtype).sqrt()
 
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         u = self._rows(call, signal).flatten(0, 1)
@@ -44,8 +47,8 @@ class EmbeddingRule(WeightLinearRule):
     def shift(self, call: Call, deltas: Deltas) -> Tensor:
         weight, tokens = deltas["weight"], self._tokens(call)
         repeats, records = weight.shape[:2]
-        index = tokens.view(1, records, -1, 1).expand(repeats, records, -1, weight.shape[-1])
+        index = tokens.view(1, *tokens.shape, 1).expand(repeats, *tokens.shape, weight.shape[-1])
         rows = torch.gather(weight, 2, index)
         if self.module.padding_idx is not None:
-            rows = rows * (tokens != self.module.padding_idx).view(1, records, -1, 1)
+            rows = rows * (tokens != self.module.padding_idx).view(1, *tokens.shape, 1)
         return rows.view(repeats, records, *call.output.shape[1:])

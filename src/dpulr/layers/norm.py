@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpulr.layers.base import Call, Deltas, WeightLinearRule, flat_norm
+from dpulr.layers.base import Call, Deltas, WeightLinearRule, flat_norm, not_cancelled, numel
 
 
 class ScaleRule(WeightLinearRule):
     """Output space and weight space of `normalised * weight + bias`."""
+
+    handles = frozenset({"weight", "bias"})
 
     def normalised(self, x: Tensor) -> Tensor:
         """The layer's output with weight 1 and bias 0."""
@@ -37,7 +39,8 @@ class ScaleRule(WeightLinearRule):
         return parts
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
-        return flat_norm(torch.cat(list(self._per_record(call, signal).values()), dim=1))
+        norm = flat_norm(torch.cat(list(self._per_record(call, signal).values()), dim=1))
+        return not_cancelled(norm, flat_norm(signal))  # normalised values are about 1 long
 
     def gains(self, call: Call) -> Tensor:
         v = self.rows(self.normalised(call.input))
@@ -73,10 +76,8 @@ class LayerNormRule(ScaleRule):
         return F.layer_norm(x, shape, eps=self.module.eps)
 
     def rows(self, output: Tensor) -> Tensor:
-        width = 1
-        for size in self.module.normalized_shape:
-            width *= size
-        return output.reshape(output.shape[0], -1, width) if output.numel() else output.new_zeros(0, 1, width)
+        axes = len(self.module.normalized_shape)
+        return output.reshape(output.shape[0], numel(output.shape[1:-axes]), numel(self.module.normalized_shape))
 
     def unrows(self, rows: Tensor, shape: torch.Size) -> Tensor:
         return rows.reshape(*rows.shape[:2], *shape)

@@ -1,0 +1,248 @@
+"""Every layer kind through the harness."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from harness import CLOSE, Case, LayerHarness, WeightSpaceHarness
+from torch import Tensor, nn
+
+from dpulr.forward.sites import Layer, Site
+from dpulr.layers import Call, LayerRule, register, rule_for
+from dpulr.layers.affine import LinearRule
+
+
+class TestLinear(LayerHarness):
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        width = pick.randint(1, 6)
+        leading = [pick.randint(1, 5) for _ in range(pick.randint(0, 2))]
+        return nn.Linear(width, pick.randint(1, 6), bias=pick.random() < 0.7), torch.randn(pick.randint(1, 4), *leading, width)
+
+
+class TestLinearOnSequences(LayerHarness):
+    """Few positions of many features, where norms come from Gram matrices."""
+
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        return nn.Linear(12, 15, bias=pick.random() < 0.7), torch.randn(3, pick.randint(2, 5), 12)
+
+
+class ConvHarness(LayerHarness):
+    axes: int
+
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[self.axes - 1]
+        groups = pick.choice([1, 1, 2, 3])
+        padding = pick.choice([0, 1, "same", tuple(pick.randint(0, 2) for _ in range(self.axes))])
+        layer = kind(
+            groups * pick.randint(1, 2),
+            groups * pick.randint(1, 3),
+            kernel_size=tuple(pick.randint(1, 3) for _ in range(self.axes)),
+            stride=1 if padding == "same" else tuple(pick.randint(1, 2) for _ in range(self.axes)),
+            padding=padding,
+            dilation=pick.randint(1, 2),
+            groups=groups,
+            bias=pick.random() < 0.7,
+            padding_mode=pick.choice(["zeros", "circular", "reflect", "replicate"]),
+        )
+        spatial = [pick.randint(5, 7 if self.axes < 3 else 5) for _ in range(self.axes)]
+        return layer, torch.randn(pick.randint(1, 3), layer.in_channels, *spatial)
+
+
+class TestConv1d(ConvHarness):
+    axes = 1
+
+
+class TestConv2d(ConvHarness):
+    axes = 2
+
+
+class TestConv3d(ConvHarness):
+    axes = 3
+
+
+class TestConvWithFewPositions(LayerHarness):
+    """Many channels on two positions, where norms come from Gram matrices; a channels-last input."""
+
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        x = torch.randn(2, 8, 2, 3).to(memory_format=torch.channels_last)
+        return nn.Conv2d(8, 2 * pick.randint(5, 9), 2, groups=pick.choice([1, 2])), x
+
+
+class TestEmbedding(LayerHarness):
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        words = pick.randint(2, 5)
+        self.padding = pick.choice([None, 0, words - 1])
+        positions = [pick.randint(1, 6) for _ in range(pick.randint(0, 2))]
+        layer = nn.Embedding(words, pick.randint(1, 4), padding_idx=self.padding)
+        return layer, torch.randint(words, (pick.randint(1, 4), *positions))
+
+    def as_perturbed(self, case: Case, expected: Tensor, x: Tensor) -> Tensor:
+        """The padding row is no parameter: torch gives it no gradient, so it is not perturbed."""
+        if self.padding is None:
+            return expected
+        return torch.where((x == self.padding).unsqueeze(-1), case.module.weight[self.padding].detach(), expected)
+
+
+class TestLayerNorm(LayerHarness):
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        shape = [pick.randint(2, 5) for _ in range(pick.randint(1, 2))]
+        leading = [pick.randint(1, 4) for _ in range(pick.randint(0, 2))]
+        return nn.LayerNorm(shape, bias=pick.random() < 0.7), torch.randn(pick.randint(1, 4), *leading, *shape)
+
+
+class TestRMSNorm(LayerHarness):
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        leading = [pick.randint(1, 4) for _ in range(pick.randint(0, 2))]
+        return nn.RMSNorm(4, eps=pick.choice([None, 1e-3])), torch.randn(pick.randint(1, 4), *leading, 4)
+
+
+class TestGroupNorm(LayerHarness):
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        groups = pick.randint(1, 3)
+        spatial = [pick.randint(2, 4) for _ in range(pick.randint(1, 2))]
+        channels = groups * pick.randint(1, 2)
+        return nn.GroupNorm(groups, channels), torch.randn(pick.randint(1, 4), channels, *spatial)
+
+
+class TestPReLU(WeightSpaceHarness):
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        channels = pick.randint(1, 4)
+        return nn.PReLU(channels), torch.randn(pick.randint(1, 4), channels, pick.randint(1, 3))
+
+
+class TestWeightNorm(WeightSpaceHarness):
+    """A linear layer whose weight is made of two other parameters is not `nn.Linear` any more."""
+
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        width = pick.randint(1, 5)
+        wrap = pick.choice([nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+        return wrap(nn.Linear(width, pick.randint(1, 5))), torch.randn(pick.randint(1, 4), width)
+
+
+class TestAttention(WeightSpaceHarness):
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        heads = pick.randint(1, 2)
+        width = heads * pick.randint(1, 3)
+        return SelfAttention(width, heads), torch.randn(pick.randint(1, 3), pick.randint(1, 4), width)
+
+
+class TestRecurrent(WeightSpaceHarness):
+    """vmap can't batch the recurrent kernels: the row-by-row path."""
+
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        kind, width = pick.choice([nn.GRU, nn.LSTM]), pick.randint(1, 3)
+        layer = LastState(kind(width, pick.randint(1, 3), batch_first=True))
+        return layer, torch.randn(pick.randint(1, 3), pick.randint(1, 4), width)
+
+
+class TestRawParameter(WeightSpaceHarness):
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        width = pick.randint(1, 5)
+        return Scaled(width), torch.randn(pick.randint(1, 4), width)
+
+
+class TestControlFlow(WeightSpaceHarness):
+    """A branch on a record's values: vmap refuses it, row by row it is fine."""
+
+    def build(self, pick: random.Random) -> tuple[nn.Module, Tensor]:
+        width = pick.randint(1, 5)
+        return Branching(width), torch.randn(pick.randint(2, 4), width)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class LastState(nn.Module):
+    def __init__(self, recurrent: nn.Module) -> None:
+        super().__init__()
+        self.recurrent = recurrent
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x)[0][:, -1]
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * self.scale
+
+
+class Branching(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale if x.sum() > 0 else x - self.scale
+
+
+def test_bilinear_takes_two_arguments() -> None:
+    layer = nn.Bilinear(3, 2, 4).double()
+    first, second = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    rule = rule_for(layer, dict(layer.named_parameters()))
+    call = Call((first, second), {}, layer(first, second).detach(), (True, True))
+    delta = torch.randn(2, 5, rule.weight_dim).double()
+    found = rule.with_weights(call, delta)
+    for r in range(2):
+        for i in range(5):
+            moved = {n: layer.get_parameter(n).detach() + d for n, d in rule.split(delta[r, i]).items()}
+            expected = torch.func.functional_call(layer, moved, (first[i : i + 1], second[i : i + 1]))[0]
+            torch.testing.assert_close(found[r, i], expected, **CLOSE)
+
+
+def test_a_hook_of_the_user_is_part_of_the_layer() -> None:
+    """The rule of `nn.Linear` would not know of it."""
+    layer = nn.Linear(3, 2)
+    assert isinstance(rule_for(layer, dict(layer.named_parameters())), LinearRule)
+    layer.register_forward_hook(lambda module, args, output: output * 2)
+    assert type(rule_for(layer, dict(layer.named_parameters()))) is LayerRule
+
+
+def test_register_adds_a_rule() -> None:
+    class MyLinear(nn.Linear):
+        pass
+
+    layer = MyLinear(2, 3)
+    assert type(rule_for(layer, dict(layer.named_parameters()))) is LayerRule
+    register(MyLinear, LinearRule)
+    assert isinstance(rule_for(layer, dict(layer.named_parameters())), LinearRule)
+
+
+def test_output_space_of_an_unknown_layer_is_refused_by_name() -> None:
+    layer = nn.PReLU()
+    with pytest.raises(ValueError, match=r"'act' \(PReLU\) has no output space"):
+        Site(Layer("act", layer, dict(layer.named_parameters())), torch.Size([3]), "output")
+
+
+@pytest.mark.parametrize("kind", ["linear", "linear-long", "embedding"])
+def test_norms_hold_where_float32_cancels(kind: str) -> None:
+    """A record whose gradients nearly cancel over its positions must not pass as short: clipping would then let it through."""
+    torch.manual_seed(0)
+    layer: nn.Module
+    if kind == "embedding":
+        layer, x, width = nn.Embedding(3, 8), torch.zeros(1, 4, dtype=torch.int64), 8
+    elif kind == "linear":
+        layer, x, width = nn.Linear(64, 64), torch.randn(1, 1, 64).expand(1, 4, 64) + 3, 64
+    else:
+        layer, x, width = nn.Linear(4, 3), torch.randn(1, 1, 4).expand(1, 50, 4) + 3, 3
+    positions = x.shape[1]
+    u = torch.randn(1, positions, width)
+    u = 1e5 * (u - u.mean(1, keepdim=True) + 1e-7 * torch.randn(1, 1, width))
+    site = Site(Layer("layer", layer, dict(layer.named_parameters())), torch.Size([positions, width]), "output")
+    call = Call((x,), {}, layer(x).detach())
+    scale = (1 / site.norms(call, u.flatten(1))).clamp(max=1)
+    into = {name: torch.zeros_like(p) for name, p in site.parameters.items()}
+    site.add_gradient(call, u.flatten(1), scale, into)
+    assert torch.cat([part.flatten() for part in into.values()]).double().norm() < 1.02
