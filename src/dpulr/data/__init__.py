@@ -10,7 +10,7 @@ __all__ = ["load"]
 
 
 def load(name: str) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set. Images are float32 of shape (channels, height, width), scaled to [-1, 1]."""
+    """Training and test set. Images are float32 of shape (channels, height, width), scaled by public constants."""
     if name == "mnist":
         return load_mnist()
     raise ValueError(f"there is no data set {name!r}; known: 'mnist'.")

@@ -120,4 +120,5 @@ class BoundGaussian(Bound):
         weights = torch.tensor(settings.layer_weights or [1.0] * count, dtype=torch.float64)
         if len(weights) != count or not bool((torch.isfinite(weights) & (weights > 0)).all()):
             raise ValueError(f"layer_weights must be {count} positive numbers, one per layer; got {settings.layer_weights}.")
-        return (settings.max_grad_norm * weights / weights.norm()).to(self.device, self.dtype)
+        bounds = settings.max_grad_norm * weights / weights.square().sum().sqrt()
+        return bounds.to(self.device, self.dtype)

@@ -17,7 +17,7 @@ from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Space
 from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism
-from dpulr.mechanisms.weights import LayerCost, balanced
+from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
 from dpulr.randomness import Directions
 
 _AUTO_SUBSPACE = 16
@@ -131,6 +131,17 @@ class BoundHiddenDirection(Bound):
                 gains = site.gains(call)
                 scale = torch.where(gains > 0, ROUNDING * weight / gains, 0)
             self.coordinates[i].add(call, signal, scale, parts[i])
+
+    def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
+        """Lift the release and undo the mean overlap: what remains is C_l times the mean of normalised gradients, plus noise.
+
+        This only sets the scale of the learning rate; it costs nothing and leaks nothing.
+        """
+        super().gradients(release, into)
+        for i, (coordinates, views) in enumerate(zip(self.coordinates, into, strict=True)):
+            if i != self.exact:
+                for view in views.values():
+                    view /= mean_overlap(coordinates.dim) * math.sqrt(coordinates.kept / coordinates.width)
 
     def estimate(self, clean: Clean, index: int, directions: Directions) -> Tensor:
         """(records, dim): the mean over the repeats of z b, which has norm at most 1."""

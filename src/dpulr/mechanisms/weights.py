@@ -11,6 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def mean_overlap(dim: int) -> float:
+    """rho = E|z_1| for z uniform on the unit sphere: how far a kept sign points along the gradient on average."""
+    return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """Signal per unit of c (`slope`) and the factor of c^4 in the cost (`quartic`)."""
@@ -20,8 +25,7 @@ class LayerCost:
 
     @classmethod
     def hidden(cls, dim: int, repeats: int) -> LayerCost:
-        slope = math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
-        return cls(slope, 1 / (2 * dim * repeats))
+        return cls(mean_overlap(dim), 1 / (2 * dim * repeats))
 
     @classmethod
     def exact(cls) -> LayerCost:
