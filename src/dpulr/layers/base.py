@@ -139,7 +139,7 @@ class WeightLinearRule(LayerRule):
 def not_cancelled(norm: Tensor, bound: Tensor) -> Tensor:
     """`norm`, but not below the rounding of sums whose terms are as long as `bound`.
 
-    A record whose terms cancel almost wholly is scaled as if it were that long; otherwise rounding, scaled up, could exceed the clip.
+    A record whose terms cancel almost wholly is scaled as if it were that long: rounding, scaled up, could exceed the clip.
     """
     return torch.maximum(norm, _ROUNDING * bound)
 
