@@ -1,0 +1,1 @@
+"""Runs that the documentation quotes. Each is a module with a command line."""
