@@ -83,6 +83,7 @@ class PrivacyEngine:
             self.sampler = PoissonSampling(self.sample_rate, self._auto_threshold())
             self.noise_multiplier = self._calibrated() if noise_multiplier is None else self.noise_multiplier
         self.bound.use(self.noise_multiplier)
+        self.step_event = self._event()
         self.ledger = accounting.Ledger()
         self._limit_steps()
 
@@ -142,8 +143,7 @@ class PrivacyEngine:
         delta = self.target_delta if delta is None else delta
         return accounting.privacy_spent(self.ledger.charges, delta)
 
-    @property
-    def step_event(self) -> SampledStep | Unaccounted:
+    def _event(self) -> SampledStep | Unaccounted:
         """What one step is charged as."""
         reason = self._void()
         return self._sampled(self.noise_multiplier) if reason is None else Unaccounted(reason)

@@ -32,16 +32,12 @@ class LayerCost:
         return cls(1.0, 0.0)
 
     def share(self, price: float) -> float:
-        """The root c of slope = 2 price c (slope^2 + 2 quartic c^2)."""
-        high = 1 / (2 * price * self.slope)
-        low = 0.0
-        for _ in range(100):
-            c = (low + high) / 2
-            if 2 * price * c * (self.slope**2 + 2 * self.quartic * c * c) < self.slope:
-                low = c
-            else:
-                high = c
-        return (low + high) / 2
+        """The root c of slope = 2 price c (slope^2 + 2 quartic c^2): a cubic with one real root."""
+        cubic, linear = 4 * price * self.quartic, 2 * price * self.slope**2
+        if cubic == 0:
+            return self.slope / linear
+        root = math.asinh(1.5 * self.slope / linear * math.sqrt(3 * cubic / linear)) / 3
+        return 2 * math.sqrt(linear / (3 * cubic)) * math.sinh(root)
 
 
 def balanced(costs: Sequence[LayerCost], noise_multiplier: float) -> tuple[float, ...]:
