@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """The recipe as plain values."""
         mechanism = by_name(self.mechanism)
-        return {**asdict(self), "mechanism": {"name": mechanism.name, **mechanism.__dict__}}
+        return {**asdict(replace(self, mechanism=mechanism.name)), "mechanism": {"name": mechanism.name, **vars(mechanism)}}
 
 
 Progress = Callable[[int, int, nn.Module], None]

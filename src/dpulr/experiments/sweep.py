@@ -1,0 +1,55 @@
+"""Many runs with one results file: what is there already is not run again, so a sweep resumes where it stopped."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dpulr.experiments.training import Recipe, run
+
+
+def sweep(recipes: Iterable[Recipe], file: Path) -> list[dict[str, Any]]:
+    """Run each recipe that `file` (a JSON list) has no result of, and return the results of all, in order."""
+    results = json.loads(file.read_text()) if file.exists() else []
+    known = {_key(result["recipe"]): result for result in results}
+    wanted = []
+    for recipe in recipes:
+        key = _key(recipe.describe())
+        if key not in known:
+            known[key] = {**run(recipe), "machine": platform.machine(), "python": platform.python_version()}
+            results.append(known[key])
+            _write(file, results)
+        wanted.append(known[key])
+        print(line(known[key]), flush=True)
+    return wanted
+
+
+def line(result: dict[str, Any]) -> str:
+    recipe = result["recipe"]
+    epsilon = "none" if result["epsilon"] is None else f"{result['epsilon']:.3f}"
+    return (
+        f"{recipe['mechanism']['name']:16}  epsilon {epsilon:>7}  seed {recipe['seed']}  batch {recipe['batch_size']:5}  "
+        f"accuracy {result['test_accuracy']:.2%}  {result['seconds']:.0f} s"
+    )
+
+
+def mean_and_spread(results: list[dict[str, Any]]) -> tuple[float, float]:
+    """Mean accuracy and its standard deviation over the seeds."""
+    accuracies = [result["test_accuracy"] for result in results]
+    return statistics.mean(accuracies), statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+
+
+def _key(recipe: dict[str, Any]) -> str:
+    return json.dumps(recipe, sort_keys=True, default=str)
+
+
+def _write(file: Path, results: list[dict[str, Any]]) -> None:
+    """Write beside, then rename: a reader never sees half a file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".part")
+    draft.write_text(json.dumps(results, indent=1) + "\n")
+    draft.replace(file)
