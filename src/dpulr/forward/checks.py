@@ -9,37 +9,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpulr.forward.synthetic import call_model, join, like, rows
+from dpulr.forward.synthetic import call_model, choose, count, join, like, rows
 
 LossFunction = Callable[[Any, Any], Tensor]
 _SEED = 20_240_229  # public: only made-up inputs depend on it
+_ALL = 5
+_KEPT = (1, 3)  # records that stay while the others change: some lie before them, between them and after them
 
 
-def check_rows(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device) -> None:
-    """Refuse, by name, a loss that is not one value a record, batch statistics, state, and NaN at the start."""
+def reads_values(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device) -> bool:
+    """Whether the forward pass turns a tensor into a Python number, as `if x.sum() > 0` does.
+
+    What it then does may depend on all records of the batch, on inputs that no made-up batch shows. So it gets records one by one.
+    """
+    inputs, targets = like(example, 2, torch.Generator().manual_seed(_SEED), device)
+    with _buffers_restored(model), torch.inference_mode(), torch.random.fork_rng(), _ValueReads() as reads:
+        loss_fn(call_model(model, inputs), targets)
+        return bool(reads.found)
+
+
+def check_rows(
+    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, *, alone: bool = False
+) -> None:
+    """Refuse, by name, a loss that is not one value a record, batch statistics, state, and NaN at the start.
+
+    `alone`: the model will see one record at a time, so only state and losses matter.
+    """
     generator = torch.Generator().manual_seed(_SEED)
-    kept = like(example, 2, generator, device)
-    others, elsewhere = like(example, 2, generator, device), _stretched(like(example, 2, generator, device))
+    batch, others = like(example, _ALL, generator, device), _stretched(like(example, _ALL, generator, device))
+    kept = torch.tensor(_KEPT)
+    index = torch.arange(_ALL) + _ALL
+    index[kept] = kept
     with _buffers_restored(model) as buffers:
-        first = _Run(model, loss_fn, join(kept, others))
-        if first.losses.shape != (4,):
+        first = _Run(model, loss_fn, batch, alone=alone)
+        if first.losses.shape != (_ALL,):
             raise ValueError(
-                f"the loss function must return one value per record: for 4 records it returned shape "
+                f"the loss function must return one value per record: for {_ALL} records it returned shape "
                 f"{tuple(first.losses.shape)}. Pass reduction='none', and average what a record has of its own."
             )
-        second = _Run(model, loss_fn, join(kept, elsewhere))
-        again = _Run(model, loss_fn, join(kept, others))
+        again = _Run(model, loss_fn, batch, alone=alone)
         _refuse_difference(model, first, again, "keeps state from one call to the next")
-        _refuse_difference(model, first, second, "mixes records: a record's value changes with the other records of its batch")
-        unseeded = _Run(model, loss_fn, join(kept, others), seed=1)
-        if _same(first.losses, unseeded.losses):  # no dropout or the like: a smaller batch must give the same
-            _refuse_difference(
-                model,
-                first,
-                _Run(model, loss_fn, kept),
-                "mixes records: a record's value changes with the size of its batch",
-            )
+        if not alone:
+            second = _Run(model, loss_fn, choose(join([batch, others]), index))
+            _refuse_difference(model, first, second, "mixes records: a record's value changes with the other records of its batch")
+            unseeded = _Run(model, loss_fn, batch, seed=1)
+            if _same(first.losses, unseeded.losses):  # no dropout or the like: fewer records must give the same
+                fewer = _Run(model, loss_fn, choose(batch, kept), kept=(0, 1))
+                what = "mixes records: a record's value changes with its place in the batch or with the batch's size"
+                _refuse_difference(model, first, fewer, what)
         for name, buffer in model.named_buffers():
             if not torch.equal(buffer, buffers[name]):
                 raise ValueError(
@@ -71,24 +90,37 @@ def _buffers_restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 class _Run:
     """One pass over a batch, with the inputs and outputs of all innermost modules in the order of their calls."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, Any], seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batch: tuple[Any, Any],
+        *,
+        seed: int = 0,
+        kept: tuple[int, ...] = _KEPT,
+        alone: bool = False,
+    ) -> None:
         self.calls: list[tuple[str, Any, Any]] = []
+        self.kept = torch.tensor(kept)
         handles = [
             module.register_forward_hook(self._note(name))
             for name, module in model.named_modules()
             if not any(True for _ in module.children())
         ]
-        inputs, targets = batch
+        parts = [rows(batch, i, i + 1) for i in range(count(batch))] if alone else [batch]
         try:
             with torch.inference_mode(), torch.random.fork_rng():
                 torch.manual_seed(seed)
-                self.output = call_model(model, inputs)
-                self.losses = loss_fn(self.output, targets)
+                outputs = [call_model(model, inputs) for inputs, _ in parts]
+                losses = [loss_fn(output, targets) for output, (_, targets) in zip(outputs, parts, strict=True)]
         finally:
             for handle in handles:
                 handle.remove()
-        if not isinstance(self.losses, Tensor):
-            raise ValueError(f"the loss function must return a tensor with one value per record, not {type(self.losses).__name__}.")
+        if not isinstance(losses[0], Tensor):
+            raise ValueError(f"the loss function must return a tensor with one value per record, not {type(losses[0]).__name__}.")
+        self.output, self.losses = join(outputs) if alone else outputs[0], losses[0]
+        if alone and losses[0].dim() > 0:
+            self.losses = torch.cat(losses)
 
     def _note(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -102,15 +134,15 @@ def _cloned(leaf: Any) -> Any:
 
 
 def _refuse_difference(model: nn.Module, first: _Run, second: _Run, what: str) -> None:
-    """If records 0 and 1 differ between the two runs, say where the difference begins."""
-    if _same(rows(first.output, 0, 2), rows(second.output, 0, 2)):
-        if _same(first.losses[:2], second.losses[:2]):
+    """If the kept records differ between the two runs, say where the difference begins."""
+    if _same(choose(first.output, first.kept), choose(second.output, second.kept)):
+        if _same(first.losses[first.kept], second.losses[second.kept]):
             return
         raise ValueError(f"the loss function {what}.")
     for (name, inputs, output), (_, other_inputs, other_output) in zip(first.calls, second.calls, strict=False):
-        if not _same_rows(inputs, other_inputs):
+        if not _same_rows(inputs, other_inputs, first, second):
             raise ValueError(f"an operation before '{name}' {what}. {_ADVICE}")
-        if not _same_rows(output, other_output):
+        if not _same_rows(output, other_output, first, second):
             kind = type(model.get_submodule(name)).__name__
             raise ValueError(f"'{name}' ({kind}) {what}. {_ADVICE}")
     raise ValueError(f"an operation in the forward of {type(model).__name__} {what}. {_ADVICE}")
@@ -119,12 +151,13 @@ def _refuse_difference(model: nn.Module, first: _Run, second: _Run, what: str) -
 _ADVICE = "Nothing bounds a record's influence then. Use GroupNorm or LayerNorm instead of batch statistics."
 
 
-def _same_rows(first: Any, second: Any) -> bool:
-    """Compare the leading half of tensors that carry records; others count only if their shapes differ from record to record."""
+def _same_rows(first: Any, second: Any, one: _Run, two: _Run) -> bool:
+    """Compare the kept records in tensors that carry records along the first axis."""
     return all(
-        _same(a[:2], b[:2])
+        _same(a[one.kept], b[two.kept])
         for a, b in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() > 0 and a.shape[0] in (2, 4)
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() > 0
+        if len(a) == len(one.losses) and len(b) == len(two.losses)
     )
 
 
@@ -134,6 +167,19 @@ def _same(first: Any, second: Any) -> bool:
         for a, b in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
         if isinstance(a, Tensor)
     )
+
+
+class _ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether any tensor becomes a Python number or truth value."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.found |= name in ("_local_scalar_dense", "is_nonzero", "equal")
+        return func(*args, **(kwargs or {}))
 
 
 def _stretched(batch: Any) -> Any:

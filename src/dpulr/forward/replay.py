@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,20 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpulr.forward.checks import LossFunction, check_rows
-from dpulr.forward.sites import Layer, Site, Space, find_layers
-from dpulr.forward.synthetic import call_model, like, tile
-from dpulr.forward.trace import Suffix, Tiling, Untraceable, clean_program, layer_nodes, refuse_calls, suffix, trace
+from dpulr.forward.checks import LossFunction, check_rows, reads_values
+from dpulr.forward.sites import Layer, Site, Space, enclosing, find_layers
+from dpulr.forward.synthetic import call_model, count, join, like, rows, tile
+from dpulr.forward.trace import (
+    Suffix,
+    Tiling,
+    Untraceable,
+    attributes_restored,
+    clean_program,
+    layer_nodes,
+    refuse_calls,
+    suffix,
+    trace,
+)
 from dpulr.layers import Call
 
 _PROBE_SIZES = (2, 3)
@@ -61,6 +71,19 @@ class Forward(ABC):
         self.sites: list[Site] = []
         self.per_record: list[tuple[bool, ...]] = []
         self.bytes_per_row = 0
+        self._modes = [(module, module.training) for module in model.modules()]
+
+    @contextmanager
+    def checked_mode(self) -> Iterator[None]:
+        """Every module in the mode (training or not) in which it was checked, whatever mode the user left it in."""
+        found = [(module, module.training) for module, _ in self._modes]
+        try:
+            for module, training in self._modes:
+                module.training = training
+            yield
+        finally:
+            for module, training in found:
+                module.training = training
 
     @abstractmethod
     def clean(self, inputs: Any, targets: Any) -> Clean:
@@ -87,14 +110,17 @@ class TracedForward(Forward):
         super().__init__(model, loss_fn, layers)
         if any(layer.module is model for layer in layers):
             raise Untraceable("the model itself holds the parameters")
-        graph = trace(model, inputs)
+        with attributes_restored(model):
+            self._take_apart(model, trace(model, inputs, [layer.module for layer in layers]), layers)
+        self.tilings: dict[fx.Node, Tiling] = {}
+
+    def _take_apart(self, model: nn.Module, graph: fx.Graph, layers: list[Layer]) -> None:
         self.nodes = layer_nodes(graph, layers)
         self.suffixes: list[Suffix] = [suffix(model, graph, node) for node in self.nodes]
         wanted = {node for part in self.suffixes for node in part.operands}
         wanted |= {parent for node in self.nodes for parent in node.all_input_nodes} | set(self.nodes)
         self.keep = [node for node in graph.nodes if node in wanted]
         self.program = clean_program(model, graph, self.keep)
-        self.tilings: dict[fx.Node, Tiling] = {}
 
     def learn(self, small: Clean, large: Clean) -> None:
         """How clean values grow with the batch, from two clean passes of different size."""
@@ -137,11 +163,40 @@ class HookedForward(Forward):
         return Clean(inputs, targets, self.loss_fn(output, targets), [calls[0] for calls in seen], output)
 
     def output(self, clean: Clean, site: int, rows: Tensor, repeats: int) -> Any:
+        return self._replaced(site, rows, clean.tiled("inputs", clean.inputs, repeats))
+
+    def _replaced(self, site: int, rows: Tensor, inputs: Any) -> Any:
+        if self.layers[site].module is self.model:
+            return rows
+
         def replace(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
             return rows
 
         with _hooks([(self.layers[site].module, replace)]):
-            return call_model(self.model, clean.tiled("inputs", clean.inputs, repeats))
+            return call_model(self.model, inputs)
+
+
+class LoneForward(HookedForward):
+    """Runs the whole model on one record at a time: where it branches on values, a record's branch is then its own."""
+
+    def clean(self, inputs: Any, targets: Any) -> Clean:
+        parts = []
+        for i in range(count(targets)):
+            parts.append(super().clean(*rows((inputs, targets), i, i + 1)))
+        calls = [
+            Call(*join([(call.args, call.kwargs, call.output) for call in calls]), *self.per_record[i : i + 1])
+            for i, calls in enumerate(zip(*[part.calls for part in parts], strict=True))
+        ]
+        return Clean(inputs, targets, torch.cat([part.losses for part in parts]), calls, join([part.output for part in parts]))
+
+    def losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
+        records = perturbed.shape[1]
+        batch = [rows((clean.inputs, clean.targets), i, i + 1) for i in range(records)]
+        losses = []
+        for j, row in enumerate(perturbed.flatten(0, 1)):
+            inputs, targets = batch[j % records]
+            losses.append(self.loss_fn(self._replaced(site, row.unsqueeze(0), inputs), targets))
+        return torch.cat(losses).view(perturbed.shape[:2]) if losses else clean.losses.new_zeros(perturbed.shape[:2])
 
 
 @contextmanager
@@ -168,10 +223,18 @@ def prepare(
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
     """
     layers = find_layers(model)
-    check_rows(model, loss_fn, example, device)
+    alone = reads_values(model, loss_fn, example, device)
+    check_rows(model, loss_fn, example, device, alone=alone)
     generator = torch.Generator().manual_seed(_SEED)
     probes = [like(example, size, generator, device) for size in _PROBE_SIZES]
-    if method != "hook":
+    kind = LoneForward if alone else HookedForward
+    layers = _with_plain_outputs(model, layers, lambda found: kind(model, loss_fn, found), probes)
+    if alone:
+        problem = "its forward pass reads the value of a tensor, as an `if` or .item() does"
+        if method == "trace":
+            raise ValueError(f"the model can't be traced: {problem}.")
+        warnings.warn(f"running records one by one, which is slow, because {problem}", stacklevel=3)
+    elif method != "hook":
         try:
             traced = TracedForward(model, loss_fn, layers, probes[0][0])
             _finish(traced, probes, space)
@@ -181,10 +244,29 @@ def prepare(
             if method == "trace":
                 raise ValueError(f"the model can't be traced: {problem}") from problem
             warnings.warn(f"running whole forward passes, which is slower, because {problem}", stacklevel=3)
-    hooked = HookedForward(model, loss_fn, layers)
+    hooked = kind(model, loss_fn, layers)
     _finish(hooked, probes, space)
     _check_alignment(hooked, probes[1])
     return hooked
+
+
+def _with_plain_outputs(
+    model: nn.Module, layers: list[Layer], forward: Callable[[list[Layer]], Forward], probes: list[tuple[Any, Any]]
+) -> list[Layer]:
+    """Layers that return one tensor with a row per record. One that does not (recurrent, say) gives way to the module around it."""
+    while True:
+        with torch.inference_mode():
+            small, large = [forward(layers).clean(*probe).calls for probe in probes]
+        for layer, a, b in zip(layers, small, large, strict=True):
+            try:
+                _carries_records(layer, a, b)
+            except ValueError:
+                if layer.module is model:
+                    raise
+                layers = enclosing(model, layers, layer)
+                break
+        else:
+            return layers
 
 
 def _finish(forward: Forward, probes: list[tuple[Any, Any]], space: Space) -> None:
@@ -231,10 +313,8 @@ def _carries_records(layer: Layer, small: Call, large: Call) -> tuple[bool, ...]
 def _verify(traced: TracedForward, hooked: HookedForward, probe: tuple[Any, Any]) -> None:
     """Replay and whole passes must agree at every site, and a record's noise must reach that record's loss only."""
     _check_alignment(traced, probe)
-    with torch.inference_mode(), torch.random.fork_rng():
+    with torch.inference_mode(), torch.random.fork_rng(), _without_dropout(traced.model):
         torch.manual_seed(_SEED)
-        if traced.model.training and any(isinstance(m, nn.modules.dropout._DropoutNd) for m in traced.model.modules()):
-            return  # two passes differ by their dropout masks
         clean, whole = traced.clean(*probe), hooked.clean(*probe)
         for i, call in enumerate(clean.calls):
             perturbed = call.output + 0.3 * torch.randn(2, *call.output.shape, dtype=call.output.dtype, device=call.output.device)
@@ -244,6 +324,19 @@ def _verify(traced: TracedForward, hooked: HookedForward, probe: tuple[Any, Any]
             ]
             if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in pairs):
                 raise Untraceable(f"replaying it from {traced.layers[i].label} does not give the losses of the whole model")
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Two passes would differ by their dropout masks."""
+    active = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    try:
+        for module in active:
+            module.training = False
+        yield
+    finally:
+        for module in active:
+            module.training = True
 
 
 def _check_alignment(forward: Forward, probe: tuple[Any, Any]) -> None:

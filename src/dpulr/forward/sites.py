@@ -61,6 +61,18 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
+def enclosing(model: nn.Module, layers: list[Layer], layer: Layer) -> list[Layer]:
+    """The layers with the module around `layer` in the place of all that lies in it."""
+    name = layer.name.rpartition(".")[0]
+    module = model.get_submodule(name)
+    inside = f"{name}." if name else ""
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    around = Layer(name, module, parameters)
+    first = next(i for i, other in enumerate(layers) if other.name.startswith(inside))
+    kept = [other for other in layers if not other.name.startswith(inside)]
+    return [*kept[:first], around, *kept[first:]]
+
+
 def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if is_layer(module):
         yield name, module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,13 +32,19 @@ def rows(batch: Any, start: int, stop: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def join(first: Any, second: Any) -> Any:
-    """Two nested batches, one after the other."""
-    return pytree.tree_map(
-        lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a,
-        first,
-        second,
-    )
+def choose(batch: Any, index: Tensor) -> Any:
+    """These rows of every tensor in a nested batch."""
+    return pytree.tree_map(lambda leaf: leaf[index.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Nested batches, one after the other."""
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+
+
+def count(batch: Any) -> int:
+    """How many records a nested batch has."""
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def tile(batch: Any, repeats: int) -> Any:

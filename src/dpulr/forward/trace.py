@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -15,6 +18,17 @@ from dpulr.forward.sites import Layer, is_layer
 _IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
 
 
+@contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """torch.fx leaves constant tensors as attributes of what it traces; graph modules made of it have copies by then."""
+    before = set(vars(model))
+    try:
+        yield
+    finally:
+        for name in set(vars(model)) - before:
+            delattr(model, name)
+
+
 class Untraceable(Exception):
     """The model can't be taken apart; it is run as a whole instead."""
 
@@ -22,11 +36,15 @@ class Untraceable(Exception):
 class _Tracer(fx.Tracer):
     """Layers and modules without parameters are single nodes: whatever they do inside, black boxes included, stays inside."""
 
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = layers
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_layer(m) or not any(True for _ in m.parameters())
+        return is_layer(m) or any(m is layer for layer in self.layers) or not any(True for _ in m.parameters())
 
 
-def trace(model: nn.Module, inputs: Any) -> fx.Graph:
+def trace(model: nn.Module, inputs: Any, layers: list[nn.Module]) -> fx.Graph:
     """The graph of `model(inputs)`; arguments that are not given keep their defaults."""
     try:
         signature = inspect.signature(model.forward)
@@ -41,7 +59,7 @@ def trace(model: nn.Module, inputs: Any) -> fx.Graph:
             for name, parameter in signature.parameters.items()
             if name not in given.arguments and parameter.default is not parameter.empty
         }
-        graph = _Tracer().trace(model, concrete_args=fixed or None)
+        graph = _Tracer(layers).trace(model, concrete_args=fixed or None)
     except Exception as problem:  # whatever a user's forward may raise on symbolic values: the fallback handles it
         raise Untraceable(str(problem).split("\n", 1)[0]) from problem
     _copy_before_in_place(graph, model)
@@ -49,8 +67,10 @@ def trace(model: nn.Module, inputs: Any) -> fx.Graph:
 
 
 def _copy_before_in_place(graph: fx.Graph, model: nn.Module) -> None:
-    """Clean values are kept, so an operation that overwrites its argument gets a copy of it."""
-    for node in list(graph.nodes):
+    """Clean values are kept, so an operation that overwrites its argument gets a copy of it; later uses see its result."""
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    for node in nodes:
         in_place = (
             (node.op == "call_module" and getattr(model.get_submodule(node.target), "inplace", False) is True)
             or (node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"))
@@ -58,9 +78,16 @@ def _copy_before_in_place(graph: fx.Graph, model: nn.Module) -> None:
             or (node.op == "call_function" and getattr(node.target, "__name__", "").endswith("_"))
         )
         if in_place and node.args and isinstance(node.args[0], fx.Node):
+            overwritten = node.args[0]
+            overwritten.replace_all_uses_with(node, partial(_later, place, place[node]))
             with graph.inserting_before(node):
-                copy = graph.call_method("clone", (node.args[0],))
+                copy = graph.call_method("clone", (overwritten,))
+            place[copy] = place[node]
             node.args = (copy, *node.args[1:])
+
+
+def _later(place: dict[fx.Node, int], here: int, user: fx.Node) -> bool:
+    return place[user] > here
 
 
 @dataclass(frozen=True)
