@@ -65,7 +65,7 @@ def site_cells(dim: int, noise: float, frame: int = 1) -> Cells:
     x_edges = _x_edges(half, counts)
     masses, ratios, scale = _mixtures(height, weight, noise, w_edges, counts)
     chi = _chi_mass(half + counts[:, None], x_edges)
-    p = np.outer(normal_mass(w_edges[:-1], w_edges[1:]), chi[0])
+    p = np.outer(normal_mass(w_edges), chi[0])
     q = masses @ chi
     corner = _log_ratio(ratios, scale, half, counts, x_edges)
     return cells(
@@ -132,8 +132,7 @@ def _mixtures(height: Array, weight: Array, noise: float, w_edges: Array, n: Arr
         c = height[start : start + CHUNK, None]
         mean = (1 - c) * (1 + c) / (2 * noise**2)
         joint = np.exp(special.xlogy(n, mean) - mean - special.gammaln(n + 1)) * weight[start : start + CHUNK, None]
-        shifted = w_edges - c / noise
-        masses += normal_mass(shifted[:, :-1], shifted[:, 1:]).T @ joint
+        masses += normal_mass(w_edges - c / noise).T @ joint
         ratios += np.exp(c / noise * w_edges - (c / noise) ** 2 / 2 - scale).T @ joint
     return masses, ratios, scale
 

@@ -49,12 +49,13 @@ def cells(low: Array, high: Array, p: Array, q: Array, q_only: float = 0.0, p_on
     return Cells(low, high, mean, p, q, q_only, p_only)
 
 
-def normal_mass(left: Array, right: Array) -> Array:
-    """Standard normal mass of [left, right], with small relative error in both tails."""
-    flip = left > 0
-    upper = np.where(flip, -left, right)
-    lower = np.where(flip, -right, left)
-    mass: Array = special.ndtr(upper) - special.ndtr(lower)
+def normal_mass(edges: Array) -> Array:
+    """Standard normal mass between consecutive edges (last axis), with small relative error in both tails."""
+    tail = special.ndtr(-np.abs(edges))
+    right = edges[..., :-1] >= 0
+    left = edges[..., 1:] <= 0
+    rise = np.diff(tail)
+    mass: Array = np.where(left, rise, np.where(right, -rise, 1 - tail[..., 1:] - tail[..., :-1]))
     return mass
 
 
@@ -64,8 +65,8 @@ def gaussian_cells(noise_multiplier: float, width: float = 0.02) -> Cells:
     count = min(math.ceil((2 * CUT + shift) / width), 50_000)
     edges = np.linspace(-CUT, CUT + shift, count + 1)
     loss = shift * edges - shift**2 / 2
-    p = normal_mass(edges[:-1], edges[1:])
-    q = normal_mass(edges[:-1] - shift, edges[1:] - shift)
+    p = normal_mass(edges)
+    q = normal_mass(edges - shift)
     tail = float(special.ndtr(-CUT))
     # Outside the edges P has mass `tail` below and less above; Q the other way round. All of it counts as telling.
     return cells(loss[:-1], loss[1:], p, q, q_only=2 * tail, p_only=2 * tail)

@@ -15,6 +15,7 @@ from dpulr.accounting.pairs import Array, Cells, Indices, spread
 ADDED_VARIANCE = 0.0005  # the grid may add this share to the variance of the loss
 FEWEST_BINS, MOST_BINS = 1 << 16, 1 << 22
 TAIL_SHARE = 1e-4  # share of delta spent on what lies outside the window, per side and per cause
+ERROR_SHARE = 1e-2  # share of delta that the transform's error may take before extended precision is tried
 STAGES = 110  # a transform value errs by at most this many units of rounding per unit of mass: 5 * log2(2^22) (section 5)
 
 
@@ -107,7 +108,7 @@ def _curve(parts: Sequence[tuple[Indices, Array, int]], step: float, always: flo
     """Compose one direction. parts: grid indices, masses of the upper distribution, counts."""
     trimmed = []
     for index, mass, count in parts:
-        kept_index, kept_mass, cut = _without_far_tail(index, mass, TAIL_SHARE * delta / count / len(parts))
+        kept_index, kept_mass, cut = _without_far_tail(*_gathered(index, mass), TAIL_SHARE * delta / count / len(parts))
         always += count * cut
         trimmed.append((kept_index, kept_mass, count))
     low, high, outside = _window(trimmed, step, TAIL_SHARE * delta)
@@ -116,7 +117,7 @@ def _curve(parts: Sequence[tuple[Indices, Array, int]], step: float, always: flo
     folded: list[tuple[Array, int]] = [
         (np.bincount(index % size, weights=mass, minlength=size).astype(np.float64), count) for index, mass, count in trimmed
     ]
-    composed, error = _convolve(folded, TAIL_SHARE * delta)
+    composed, error = _convolve(folded, ERROR_SHARE * delta)
     loss = step * np.arange(low, low + size, dtype=np.float64)
     return Curve(loss, np.maximum(np.roll(composed, -(low % size)), 0.0), always + error)
 
@@ -148,12 +149,16 @@ def _convolve_in(real: np.dtype[Any], folded: Sequence[tuple[Array, int]]) -> tu
 
 def _without_far_tail(index: Indices, mass: Array, allowed: float) -> tuple[Indices, Array, float]:
     """Drop the largest losses as far as their mass is within `allowed`; their mass is returned."""
-    order = np.argsort(index)[::-1]
-    running = np.cumsum(mass[order])
+    running = np.cumsum(mass[::-1])
     cut = int(np.searchsorted(running, allowed, side="right"))
     gone = float(running[cut - 1]) if cut else 0.0
-    kept = order[cut:]
-    return index[kept], mass[kept], gone
+    return index[: len(index) - cut], mass[: len(index) - cut], gone
+
+
+def _gathered(index: Indices, mass: Array) -> tuple[Indices, Array]:
+    """Each grid point once, in rising order."""
+    points, place = np.unique(index, return_inverse=True)
+    return points, np.bincount(place, weights=mass).astype(np.float64)
 
 
 def _window(parts: Sequence[tuple[Indices, Array, int]], step: float, allowed: float) -> tuple[int, int, float]:
@@ -169,7 +174,7 @@ def _window(parts: Sequence[tuple[Indices, Array, int]], step: float, allowed: f
     highest = sum(count * int(index.max()) for index, _, count in parts)
     lowest = sum(count * int(index.min()) for index, _, count in parts)
     upper, lower = float(highest), float(lowest)
-    for z in np.geomspace(0.02, 30.0, 40):
+    for z in np.geomspace(0.05, 30.0, 24):
         rate = z / spread_
         up = sum(count * _log_moment(index, mass, rate) for index, mass, count in parts)
         down = sum(count * _log_moment(index, mass, -rate) for index, mass, count in parts)

@@ -108,18 +108,14 @@ def product_nodes(parts: list[tuple[np.ndarray, np.ndarray, int]], points: int =
     frequency = 2 * np.pi * np.fft.fftfreq(points, span / points)
     half = np.abs(frequency[: points // 2 + 1])
     transform = np.zeros(points // 2 + 1, dtype=complex)
-    for loss, p, count in parts:
-        value = np.empty(len(half), dtype=complex)
-        for i, u in enumerate(half):
-            value[i] = np.dot(p, np.exp((0.5 - 1j * u) * loss))
-            if abs(value[i]) ** count < 1e-18:
-                value[i:] = 0
-                break
-        with np.errstate(divide="ignore"):
-            transform = transform + count * np.log(value)
-    density = np.fft.irfft(np.exp(transform + 1j * half * grid[0]), points)
-    density = np.maximum(density, 0)
-    return grid, density * np.exp(-grid / 2)
+    for i, u in enumerate(half):
+        value = math.prod(complex(np.dot(p, np.exp((0.5 - 1j * u) * loss))) ** count for loss, p, count in parts)
+        if abs(value) < 1e-13 * abs(transform[0]):
+            break  # what follows is below the noise, or beyond what the nodes resolve
+        transform[i] = value
+    density = np.fft.irfft(transform * np.exp(1j * half * grid[0]), points)
+    keep = density > 1e-12 * density.max()  # below is the transform's noise, which a tilt would amplify
+    return grid[keep], (density * np.exp(-grid / 2))[keep]
 
 
 def sampled(loss: np.ndarray, p: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -175,7 +171,9 @@ def epsilon_of(loss: np.ndarray, p: np.ndarray, q: float, steps: int, delta: flo
         while delta_of(values, mass, steps, high) > delta:
             high *= 2
         found.append(
-            optimize.brentq(lambda e, v=values, m=mass: math.log(max(delta_of(v, m, steps, e), 1e-99) / delta), 1e-9, high, rtol=1e-5)
+            optimize.brentq(
+                lambda e, v=values, m=mass: math.log(max(delta_of(v, m, steps, e), 1e-99) / delta), 1e-9, high, rtol=1e-5
+            )
         )
     return max(found)
 
