@@ -76,7 +76,7 @@ class PrivacyEngine:
         self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
         _check_labels(model, loss_fn, self.records, device)
         self.bound = self.mechanism.bind(self.forward, memory_limit=memory_limit, seed=seed)
-        self.min_dataset_size = self.records.size - 1 if min_dataset_size is None else min_dataset_size
+        self.min_dataset_size = _smaller_neighbour(self.records.size, min_dataset_size)
         self.sampler: PoissonSampling | ShuffledSampling = self._sampler(sampling, rejection_threshold)
         self.noise_multiplier = self._calibrated() if noise_multiplier is None else float(noise_multiplier)
         if rejection_threshold == "auto":
@@ -99,8 +99,8 @@ class PrivacyEngine:
         """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
         while self.steps_taken < end:
-            rows = self.sampler.draw(self.records.size, self._batch_rng)
-            self._current = self.records.take(rows)
+            if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
+                self._current = self.records.take(self.sampler.draw(self.records.size, self._batch_rng))
             yield self._current
             if self._current is not None:
                 raise RuntimeError(
@@ -115,15 +115,19 @@ class PrivacyEngine:
                 "step() takes the current batch of engine.batches(), once, as it came. Another batch, or one used twice, was not "
                 "sampled the way the guarantee assumes."
             )
+        if self.steps_taken >= self.planned_steps:
+            raise RuntimeError(f"all {self.planned_steps} planned steps are taken; this one would exceed the budget.")
         self._current = None
         self.ledger.append(self.step_event)
         self._noise.prepare()
-        with torch.inference_mode():
+        with torch.inference_mode(), self.forward.checked_mode():
             total = self.bound.total(inputs, targets, self._directions)
             noise = self._noise.draw().to(total.device)
             release = total.double().add_(noise, alpha=self.bound.noise_std)
             self.bound.gradients(release.div_(self.expected_batch_size).to(total.dtype), self._gradients)
+        self.optimizer.zero_grad()  # whatever stood there did not come from this step
         for site, views in zip(self.forward.sites, self._gradients, strict=True):
+            site.rule.leave_untrained(views)
             for name, parameter in site.parameters.items():
                 parameter.grad = views[name]
         self.optimizer.step()
@@ -172,7 +176,9 @@ class PrivacyEngine:
             return ShuffledSampling(round(self.expected_batch_size))
         if sampling != "poisson":
             raise ValueError(f"sampling is {sampling!r}; it must be 'poisson' or 'shuffle'.")
-        return PoissonSampling(self.sample_rate, 0 if rejection_threshold == "auto" else rejection_threshold)
+        sampler = PoissonSampling(self.sample_rate, 0 if rejection_threshold == "auto" else rejection_threshold)
+        sampler.check(self.min_dataset_size)
+        return sampler
 
     def _auto_threshold(self) -> int:
         return accounting.auto_rejection_threshold(
@@ -223,6 +229,11 @@ class PrivacyEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue a run: what its ledger holds counts as spent. The plan shrinks if the target would be exceeded."""
+        if self.steps_taken > 0:
+            raise RuntimeError(
+                f"this engine has taken {self.steps_taken} steps, which the loaded ledger does not hold: their cost would be "
+                "forgotten. Load into a new engine."
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.ledger = accounting.Ledger.from_dict(state["ledger"])
@@ -258,6 +269,12 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> tor
             f"the optimizer does not hold {', '.join(map(repr, left_out[:3]))}, which would cost privacy and never move. Add it, "
             "or freeze it (requires_grad_(False))."
         )
+    for parameter in trained:
+        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"parameter '{names[parameter]}' is of type {parameter.dtype}: its rounding is coarser than the bound on a record. "
+                "Train in float32 or float64."
+            )
     kinds = {(parameter.device, parameter.dtype) for parameter in trained}
     if len(kinds) > 1:
         raise ValueError(f"all trained parameters must share one device and type; found {', '.join(sorted(map(str, kinds)))}.")
@@ -285,6 +302,18 @@ def _batch_constants(
     return float(expected_batch_size), float(sample_rate)
 
 
+def _smaller_neighbour(size: int, min_dataset_size: int | None) -> int:
+    """The size of the smaller of two neighbouring data sets, which rejection is priced at."""
+    if min_dataset_size is None:
+        return size - 1
+    if not 1 <= min_dataset_size < size:
+        raise ValueError(
+            f"min_dataset_size is {min_dataset_size}, but the data set has {size} records: without one of them it has {size - 1}. "
+            "It must be at least 1 and no larger than that."
+        )
+    return int(min_dataset_size)
+
+
 def _planned_steps(epochs: float | None, steps: int | None, sample_rate: float, *, open_end: bool) -> int:
     if epochs is not None and steps is not None:
         raise ValueError("give epochs or steps, not both.")
@@ -306,18 +335,17 @@ def _check_labels(model: nn.Module, loss_fn: LossFunction, records: Records, dev
     targets = records.all_targets()
     if targets is None or targets.is_floating_point() or targets.dim() != 1:
         return
-    labels = torch.unique(targets)[:_MOST_LABELS]
-    inputs, _ = like(records.example, len(labels), torch.Generator().manual_seed(0), device)
+    labels = torch.unique(targets)
+    inputs, _ = like(records.example, 1, torch.Generator().manual_seed(0), device)
     with torch.inference_mode():
         output = call_model(model, inputs)
         try:
-            loss_fn(output, labels.to(device))
+            loss_fn(output.expand(len(labels), *output.shape[1:]), labels.to(device))
         except (IndexError, RuntimeError, ValueError) as problem:
             raise ValueError(
                 f"the loss function does not accept the data set's labels, from {int(labels.min())} to {int(labels.max())}, with "
-                f" the model's output of shape {tuple(output.shape[1:])} a record: {problem}"
+                f"the model's output of shape {tuple(output.shape[1:])} a record: {problem}"
             ) from problem
 
 
-_MOST_LABELS = 10_000
 _OPEN_END = 10_000_000

@@ -11,9 +11,12 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from scipy.stats import binom
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from dpulr.accounting import checks
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,18 @@ class PoissonSampling:
     sample_rate: float
     rejection_threshold: int = 0
     private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        checks.rate(self.sample_rate)
+        checks.whole("rejection_threshold", self.rejection_threshold, 0)
+
+    def check(self, records: int) -> None:
+        """Refuse a threshold that nearly no batch of a data set of this size reaches: drawing would never end."""
+        if self.rejection_threshold and binom.sf(self.rejection_threshold - 1, records, self.sample_rate) < _LEAST_ACCEPTANCE:
+            raise ValueError(
+                f"rejection_threshold is {self.rejection_threshold}, but batches of {records} records at sample_rate="
+                f"{self.sample_rate:.3g} hold about {records * self.sample_rate:.0f}: nearly all would be drawn again."
+            )
 
     def draw(self, records: int, rng: np.random.Generator) -> np.ndarray:
         """Row numbers. The size is binomial, and given its size every subset is equally likely: the same as a coin per record."""
@@ -81,7 +96,13 @@ class Records:
             targets = self._tensors[1]
             return targets if self._rows is None else targets[self._rows]
         listed = getattr(self.dataset, "targets", None)
-        return torch.as_tensor(listed) if isinstance(listed, Tensor | list | np.ndarray) else None
+        changed = getattr(self.dataset, "target_transform", None) is not None
+        if changed or not isinstance(listed, Tensor | list | np.ndarray):
+            return None
+        try:
+            return torch.as_tensor(listed)
+        except (TypeError, ValueError, RuntimeError):  # words, lists of unequal length
+            return None
 
     def _read(self, rows: np.ndarray) -> Any:
         if self._tensors is not None:
@@ -111,6 +132,9 @@ def _tensors_of(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...] | None, Tenso
             index = torch.as_tensor(dataset.indices, dtype=torch.int64)
             return tensors, index if rows is None else rows[index]
     return None, None
+
+
+_LEAST_ACCEPTANCE = 1e-3
 
 
 def _nothing(example: Any) -> Any:

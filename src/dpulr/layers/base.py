@@ -105,6 +105,9 @@ class LayerRule:
         """Outputs at plus and at minus `flat`."""
         return self.with_weights(call, flat), self.with_weights(call, -flat)
 
+    def leave_untrained(self, gradients: dict[str, Tensor]) -> None:
+        """Set to zero what torch never gives a gradient: noise must not move it either."""
+
     # --- output space -------------------------------------------------------------------------------------------------
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         """Exact norm of each record's gradient J_i^T signal_i, signal of the output's shape."""

@@ -44,6 +44,10 @@ class EmbeddingRule(WeightLinearRule):
             u = u * (tokens != self.module.padding_idx).unsqueeze(1)
         into["weight"].index_add_(0, tokens, u)
 
+    def leave_untrained(self, gradients: dict[str, Tensor]) -> None:
+        if self.module.padding_idx is not None:
+            gradients["weight"][self.module.padding_idx] = 0
+
     def shift(self, call: Call, deltas: Deltas) -> Tensor:
         weight, tokens = deltas["weight"], self._tokens(call)
         repeats, records = weight.shape[:2]
