@@ -18,6 +18,7 @@ from dpulr import accounting
 from dpulr.accounting.events import Charge, SampledStep, Unaccounted
 from dpulr.forward.checks import LossFunction
 from dpulr.forward.replay import prepare
+from dpulr.forward.sites import find_layers
 from dpulr.forward.synthetic import call_model, like
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.base import Guarantee
@@ -64,6 +65,7 @@ class PrivacyEngine:
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         self.insecure = insecure_noise_seed is not None
         _check_budget(target_epsilon, target_delta, noise_multiplier)
+        find_layers(model)  # names what can't be trained at all
         device = _check_parameters(model, optimizer)
         self.records = Records(dataset, device)
         self.expected_batch_size, self.sample_rate = _batch_constants(

@@ -222,6 +222,8 @@ def prepare(
 
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
     """
+    if method not in ("auto", "trace", "hook"):
+        raise ValueError(f"replay is {method!r}; it must be 'auto', 'trace' or 'hook'.")
     layers = find_layers(model)
     alone = reads_values(model, loss_fn, example, device)
     check_rows(model, loss_fn, example, device, alone=alone)

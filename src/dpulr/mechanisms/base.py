@@ -44,11 +44,11 @@ class Bound(ABC):
 
     def __init__(self, forward: Forward, *, memory_limit: int, seed: int, subspace: int | None) -> None:
         self.forward = forward
-        self.memory_limit = memory_limit
         some = next(iter(forward.sites[0].parameters.values()))
         self.device, self.dtype = some.device, some.dtype
         self.coordinates = [Coordinates(site, subspace, self.dtype, self.device) for site in forward.sites]
         self.size = sum(coordinates.size for coordinates in self.coordinates)
+        self.memory_limit = self._room(memory_limit)
         self.noise_multiplier = math.nan
         self._public = torch.Generator().manual_seed(seed)
 
@@ -88,12 +88,17 @@ class Bound(ABC):
         return list(torch.split(flat, [coordinates.size for coordinates in self.coordinates]))
 
     # --- memory -------------------------------------------------------------------------------------------------------
+    def _room(self, memory_limit: int) -> int:
+        """What the limit leaves for records beside the release, which is held twice in float64 and twice in the model's type."""
+        fixed = (16 + 2 * self.dtype.itemsize) * self.size
+        least = fixed + 3 * max(self.row_bytes(site) for site in self.forward.sites)
+        if memory_limit < least:
+            raise ValueError(f"memory_limit is {memory_limit} bytes, but a step on one record of this model takes about {least}.")
+        return memory_limit - fixed
+
     def row_bytes(self, site: Site) -> int:
         """Bytes that one record costs in one replay: what the pass allocates, its perturbation, the perturbed output."""
-        output = 1
-        for size in site.output_shape:
-            output *= size
-        return self.forward.bytes_per_row + 4 * (4 * site.dim + 3 * output)
+        return self.forward.bytes_per_row + self.dtype.itemsize * (4 * site.dim + 3 * math.prod(site.output_shape))
 
     def record_chunks(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
         """The batch in parts whose clean pass, and one pair of replays, stay below the memory limit."""
