@@ -1,0 +1,112 @@
+"""A step stays below the memory limit that the user sets, whatever the number of repeats."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from memory import LiveBytes
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dpulr
+from dpulr.mechanisms.base import Bound
+
+MB = 2**20
+LOSS = nn.CrossEntropyLoss(reduction="none")
+
+
+def convolutions() -> nn.Module:
+    layers = (nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2), nn.Flatten(), nn.Linear(72, 10))
+    return nn.Sequential(*layers)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
+    "linear": (lambda: dpulr.models.mlp((64, 64, 32, 10)), (16, 64), {}),
+    "linear, weights": (lambda: dpulr.models.mlp((16, 16, 10)), (4, 16), {"space": "weight"}),
+    "linear, one-sided": (lambda: dpulr.models.mlp((64, 64, 32, 10)), (16, 64), {"estimator": "likelihood-ratio"}),
+    "convolutions": (convolutions, (2, 1, 8, 8), {}),
+    "convolutions, outputs": (convolutions, (2, 1, 8, 8), {"space": "output"}),
+    "any module": (lambda: nn.Sequential(nn.Linear(8, 8), nn.PReLU(8), nn.Linear(8, 10)), (16, 8), {"space": "weight"}),
+}
+
+
+def peak(name: str, limit: int, dtype: torch.dtype = torch.float32) -> int:
+    make, shape, settings = MODELS[name]
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    engine = dpulr.PrivacyEngine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TensorDataset(torch.rand(shape, dtype=dtype), torch.zeros(shape[0]).long()),
+        LOSS,
+        mechanism=dpulr.Gaussian(repeats=1024, **settings),
+        batch_size=shape[0],
+        steps=1,
+        noise_multiplier=1.0,
+        memory_limit=limit,
+    )
+    batch = next(engine.batches())
+    with LiveBytes(list(model.parameters()), list(model.buffers()), batch, engine._gradients) as live:
+        engine.step(*batch)
+    return live.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_with_1024_repeats_stays_below_the_limit(name: str, dtype: torch.dtype) -> None:
+    for limit in (2 * MB, 6 * MB):
+        assert peak(name, limit, dtype) < limit
+    assert peak(name, 6 * MB, dtype) > 1.5 * MB  # the room is used
+
+
+@pytest.mark.parametrize("name", ["linear", "convolutions"])
+def test_a_wrong_chunking_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bound, "repeat_chunks", lambda self, site, records, repeats, signs: iter([repeats]))
+    assert peak(name, 2 * MB) > 2 * MB
+
+
+def test_large_batches_are_split_too() -> None:
+    """The clean pass of 3,000 records, and one repeat of them, would not fit."""
+    model = dpulr.models.mlp((64, 64, 32, 10))
+    engine = dpulr.PrivacyEngine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TensorDataset(torch.rand(3000, 64), torch.zeros(3000).long()),
+        LOSS,
+        mechanism=dpulr.Gaussian(repeats=2),
+        batch_size=3000,
+        steps=1,
+        noise_multiplier=1.0,
+        memory_limit=2 * MB,
+    )
+    batch = next(engine.batches())
+    with LiveBytes(list(model.parameters()), batch, engine._gradients) as live:
+        engine.step(*batch)
+    assert live.peak < 2 * MB
+
+
+RESIDENT = """
+import resource, torch, dpulr
+from test_memory import MODELS, MB, peak
+peak({name!r}, 2 * MB)  # warm up: libraries, threads, allocator
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+make, shape, settings = MODELS[{name!r}]
+peak({name!r}, {limit} * MB)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+@pytest.mark.parametrize("name", ["linear", "convolutions"])
+def test_resident_memory_agrees(name: str, request: pytest.FixtureRequest) -> None:
+    """What the operating system sees, work space of the kernels included."""
+    program = RESIDENT.format(name=name, limit=48)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=request.path.parent, capture_output=True, text=True, check=True
+    )
+    assert float(found.stdout) < 48
