@@ -13,7 +13,7 @@ from scipy import fft
 from dpulr.accounting.pairs import Array, Cells, Indices, spread
 
 ADDED_VARIANCE = 0.0005  # the grid may add this share to the variance of the loss
-FEWEST_BINS, MOST_BINS = 1 << 16, 1 << 22
+FEWEST_BINS, MOST_BINS = 1 << 15, 1 << 22
 TAIL_SHARE = 1e-4  # share of delta spent on what lies outside the window, per side and per cause
 ERROR_SHARE = 1e-2  # share of delta that the transform's error may take before extended precision is tried
 STAGES = 110  # a transform value errs by at most this many units of rounding per unit of mass: 5 * log2(2^22) (section 5)
@@ -43,19 +43,17 @@ class Curve:
             return math.inf
         if delta >= self.delta(0.0):
             return 0.0
-        start = int(np.searchsorted(self.loss, 0.0, side="right"))
-        loss, mass = self.loss[start:], self.mass[start:]
-        above = np.cumsum(mass[::-1])[::-1]
-        # Weighted by e^-(loss - first), so that no exponent overflows where the losses are large.
-        base = loss[0]
-        weighted = np.cumsum((mass * np.exp(base - loss))[::-1])[::-1]
-        at_loss = above - np.exp(np.minimum(loss - base, 700.0)) * weighted
-        k = int(np.searchsorted(-at_loss, -room, side="left"))  # first grid loss whose divergence is within the room
-        k = min(k, len(loss) - 1)
-        if weighted[k] <= 0:
-            return float(loss[k])
-        found = base + math.log(max(above[k] - room, 1e-300) / weighted[k])
-        return float(min(max(found, 0.0 if k == 0 else loss[k - 1]), loss[k]))
+        low, high = int(np.searchsorted(self.loss, 0.0, side="right")) - 1, len(self.loss) - 1
+        while high - low > 1:  # the divergence exceeds delta at `low` (or at 0), not at `high`
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.delta(float(self.loss[middle])) <= delta else (middle, high)
+        # Between the two it is linear in e^epsilon.
+        base = float(self.loss[high])
+        above = float(self.mass[high:].sum())
+        weighted = float(np.dot(self.mass[high:], np.exp(base - self.loss[high:])))
+        if weighted <= 0 or above <= room:
+            return max(base, 0.0)
+        return min(max(base + math.log((above - room) / weighted), 0.0), base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +86,8 @@ def _compose(parts: Sequence[tuple[Cells, int]], step: float, delta: float) -> C
 
 def _whole(mass: Array, elsewhere: float) -> Array:
     """Restore the known total, 1 - elsewhere, where rounding (or a smaller `elsewhere`) has lost some of it."""
-    scaled: Array = mass * float(max(1.0, (1 - np.longdouble(elsewhere)) / mass.sum(dtype=np.longdouble)))
-    return scaled
+    total = mass.sum(dtype=np.longdouble)
+    return mass * float((1 - np.longdouble(elsewhere)) / total) if 0 < total < 1 - elsewhere else mass
 
 
 def _step(parts: Sequence[tuple[Cells, int]], refine: float) -> float:
@@ -110,6 +108,8 @@ def _curve(parts: Sequence[tuple[Indices, Array, int]], step: float, always: flo
     for index, mass, count in parts:
         kept_index, kept_mass, cut = _without_far_tail(*_gathered(index, mass), TAIL_SHARE * delta / count / len(parts))
         always += count * cut
+        if not len(kept_index):
+            return Curve(np.zeros(1), np.zeros(1), 1.0)  # nothing is left but infinite losses
         trimmed.append((kept_index, kept_mass, count))
     low, high, outside = _window(trimmed, step, TAIL_SHARE * delta)
     always += outside
@@ -156,9 +156,10 @@ def _without_far_tail(index: Indices, mass: Array, allowed: float) -> tuple[Indi
 
 
 def _gathered(index: Indices, mass: Array) -> tuple[Indices, Array]:
-    """Each grid point once, in rising order."""
+    """Each grid point with mass once, in rising order."""
     points, place = np.unique(index, return_inverse=True)
-    return points, np.bincount(place, weights=mass).astype(np.float64)
+    total = np.bincount(place, weights=mass).astype(np.float64)
+    return points[total > 0], total[total > 0]
 
 
 def _window(parts: Sequence[tuple[Indices, Array, int]], step: float, allowed: float) -> tuple[int, int, float]:
@@ -174,10 +175,11 @@ def _window(parts: Sequence[tuple[Indices, Array, int]], step: float, allowed: f
     highest = sum(count * int(index.max()) for index, _, count in parts)
     lowest = sum(count * int(index.min()) for index, _, count in parts)
     upper, lower = float(highest), float(lowest)
+    logs = [(index, np.log(mass), count) for index, mass, count in parts]
     for z in np.geomspace(0.05, 30.0, 24):
         rate = z / spread_
-        up = sum(count * _log_moment(index, mass, rate) for index, mass, count in parts)
-        down = sum(count * _log_moment(index, mass, -rate) for index, mass, count in parts)
+        up = sum(count * _log_moment(index, log_mass, rate) for index, log_mass, count in logs)
+        down = sum(count * _log_moment(index, log_mass, -rate) for index, log_mass, count in logs)
         upper = min(upper, (up + slack) / rate)
         lower = max(lower, -(down + slack) / rate)
     low, high = math.floor(lower), math.ceil(upper)
@@ -186,7 +188,7 @@ def _window(parts: Sequence[tuple[Indices, Array, int]], step: float, allowed: f
     return low, high, allowed
 
 
-def _log_moment(index: Indices, mass: Array, rate: float) -> float:
-    power = rate * index
+def _log_moment(index: Indices, log_mass: Array, rate: float) -> float:
+    power = rate * index + log_mass
     top = float(power.max())
-    return top + math.log(float(np.dot(np.exp(power - top), mass)))
+    return top + math.log(float(np.exp(power - top).sum()))
