@@ -72,6 +72,24 @@ class WithoutState(nn.Module):
         return self.layer(x)[0]
 
 
+class Place(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + torch.arange(len(x)).view(-1, 1))
+
+
+def zero_head() -> nn.Module:
+    """The last layer starts at zero, so that nothing shows before the first step."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3))
+    nn.init.zeros_(model[2].weight)
+    return model
+
+
+def dead_head() -> nn.Module:
+    model = nn.Sequential(*zero_head(), nn.ReLU())
+    nn.init.constant_(model[2].bias, -100.0)
+    return model
+
+
 class RunningSum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.cumsum(0)
@@ -96,6 +114,11 @@ MIXING: dict[str, tuple[nn.Module, str]] = {
     "numpy": (Functional(lambda h: h - torch.from_numpy(h.numpy().max(0))), "before 'second' mixes records"),
     "at the end": (nn.Sequential(nn.Linear(6, 3), nn.Softmax(0)), r"'1' \(Softmax\) mixes records"),
     "sequence along records": (Functional(WithoutState(nn.RNN(4, 4))), "mixes records"),
+    "hidden by zeros": (zero_head(), r"'1' \(BatchNorm1d\) mixes records"),
+    "hidden by dead units": (dead_head(), r"'1' \(BatchNorm1d\) mixes records"),
+    "tiny": (Functional(lambda h: 1e-4 * (h - h.mean(0))), "before 'second' mixes records"),
+    "sign of the sum": (Functional(lambda h: torch.where(h.sum() > 0, h, -h)), "before 'second' mixes records"),
+    "beside dropout": (nn.Sequential(nn.Linear(6, 4), nn.Dropout(), Place(), nn.Linear(4, 3)), r"'2' \(Place\) mixes records"),
     "before any layer": (nn.Sequential(RunningSum(), nn.Linear(6, 3)), r"'0' \(RunningSum\) mixes records"),
 }
 

@@ -38,10 +38,7 @@ def check_rows(
     `alone`: the model will see one record at a time, so only state and losses matter.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    batch, others = like(example, _ALL, generator, device), _stretched(like(example, _ALL, generator, device))
-    kept = torch.tensor(_KEPT)
-    index = torch.arange(_ALL) + _ALL
-    index[kept] = kept
+    batch, others = like(example, _ALL, generator, device), like(example, _ALL, generator, device)
     with _buffers_restored(model) as buffers:
         first = _Run(model, loss_fn, batch, alone=alone)
         if first.losses.shape != (_ALL,):
@@ -52,13 +49,10 @@ def check_rows(
         again = _Run(model, loss_fn, batch, alone=alone)
         _refuse_difference(model, first, again, "keeps state from one call to the next")
         if not alone:
-            second = _Run(model, loss_fn, choose(join([batch, others]), index))
-            _refuse_difference(model, first, second, "mixes records: a record's value changes with the other records of its batch")
-            unseeded = _Run(model, loss_fn, batch, seed=1)
-            if _same(first.losses, unseeded.losses):  # no dropout or the like: fewer records must give the same
-                fewer = _Run(model, loss_fn, choose(batch, kept), kept=(0, 1))
-                what = "mixes records: a record's value changes with its place in the batch or with the batch's size"
-                _refuse_difference(model, first, fewer, what)
+            _refuse_mixing(model, loss_fn, batch, others)
+            for keep in (1.0, 0.0):
+                with other_weights(model, keep=keep):
+                    _refuse_mixing(model, loss_fn, batch, others)
         for name, buffer in model.named_buffers():
             if not torch.equal(buffer, buffers[name]):
                 raise ValueError(
@@ -70,6 +64,55 @@ def check_rows(
             f"the loss is {first.losses[~torch.isfinite(first.losses)][0].item()} before the first step, on made-up inputs between "
             "0 and 1. Check the initial weights and the loss function."
         )
+
+
+def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, others: Any) -> None:
+    kept = torch.tensor(_KEPT)
+    index = torch.arange(_ALL) + _ALL
+    index[kept] = kept
+    first = _Run(model, loss_fn, batch)
+    for factor in (10, -10):  # so that a mean over records moves visibly, and sums change their sign
+        second = _Run(model, loss_fn, choose(join([batch, _stretched(others, factor)]), index))
+        _refuse_difference(model, first, second, "mixes records: a record's value changes with the other records of its batch")
+    with without_dropout(model):
+        first = _Run(model, loss_fn, batch)
+        if _same(
+            first.losses, _Run(model, loss_fn, batch, seed=1).losses
+        ):  # nothing random is left: places and sizes can be compared
+            fewer = _Run(model, loss_fn, choose(batch, kept), kept=(0, 1))
+            what = "mixes records: a record's value changes with its place in the batch or with the batch's size"
+            _refuse_difference(model, first, fewer, what)
+
+
+@contextmanager
+def other_weights(model: nn.Module, *, keep: float) -> Iterator[None]:
+    """The model with `keep` times its weights plus noise, for a while: what a layer that starts at zero hides shows here."""
+    generator = torch.Generator().manual_seed(_SEED)
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    copies = [p.detach().clone() for p in parameters]
+    try:
+        with torch.no_grad():
+            for p in parameters:
+                noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
+                p.mul_(keep).add_(noise, alpha=0.5 / max(1, p[0].numel() if p.dim() > 1 else 1) ** 0.5)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, copy in zip(parameters, copies, strict=True):
+                p.copy_(copy)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Two passes would differ by their dropout masks."""
+    active = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    try:
+        for module in active:
+            module.training = False
+        yield
+    finally:
+        for module in active:
+            module.training = True
 
 
 @contextmanager
@@ -163,10 +206,17 @@ def _same_rows(first: Any, second: Any, one: _Run, two: _Run) -> bool:
 
 def _same(first: Any, second: Any) -> bool:
     return all(
-        a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
-        for a, b in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
-        if isinstance(a, Tensor)
+        _close(a, b) for a, b in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True) if isinstance(a, Tensor)
     )
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    """Equal up to rounding, for small values too."""
+    if first.shape != second.shape:
+        return False
+    a, b = first.double(), second.double()
+    largest = float(a.nan_to_num(0, 0, 0).abs().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=1e-4, atol=max(1e-5 * min(1.0, largest), 1e-9), equal_nan=True)
 
 
 class _ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -182,11 +232,11 @@ class _ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _stretched(batch: Any) -> Any:
-    """Floats ten times as large, so that a mean over records moves visibly."""
+def _stretched(batch: Any, factor: float) -> Any:
+    """Inputs that are floats, multiplied."""
     inputs, targets = batch
     return (
-        pytree.tree_map(lambda leaf: leaf * 10 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs),
+        pytree.tree_map(lambda leaf: leaf * factor if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs),
         targets,
     )
 

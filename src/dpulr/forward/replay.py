@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpulr.forward.checks import LossFunction, check_rows, reads_values
+from dpulr.forward.checks import LossFunction, check_rows, other_weights, reads_values, without_dropout
 from dpulr.forward.sites import Layer, Site, Space, enclosing, find_layers
 from dpulr.forward.synthetic import call_model, count, join, like, rows, tile
 from dpulr.forward.trace import (
@@ -240,7 +240,8 @@ def prepare(
         try:
             traced = TracedForward(model, loss_fn, layers, probes[0][0])
             _finish(traced, probes, space)
-            _verify(traced, HookedForward(model, loss_fn, layers), probes[1])
+            with other_weights(model, keep=1.0):
+                _verify(traced, HookedForward(model, loss_fn, layers), probes[1])
             return traced
         except Untraceable as problem:
             if method == "trace":
@@ -248,7 +249,8 @@ def prepare(
             warnings.warn(f"running whole forward passes, which is slower, because {problem}", stacklevel=3)
     hooked = kind(model, loss_fn, layers)
     _finish(hooked, probes, space)
-    _check_alignment(hooked, probes[1])
+    with other_weights(model, keep=1.0):
+        _check_alignment(hooked, probes[1])
     return hooked
 
 
@@ -315,7 +317,7 @@ def _carries_records(layer: Layer, small: Call, large: Call) -> tuple[bool, ...]
 def _verify(traced: TracedForward, hooked: HookedForward, probe: tuple[Any, Any]) -> None:
     """Replay and whole passes must agree at every site, and a record's noise must reach that record's loss only."""
     _check_alignment(traced, probe)
-    with torch.inference_mode(), torch.random.fork_rng(), _without_dropout(traced.model):
+    with torch.inference_mode(), torch.random.fork_rng(), without_dropout(traced.model):
         torch.manual_seed(_SEED)
         clean, whole = traced.clean(*probe), hooked.clean(*probe)
         for i, call in enumerate(clean.calls):
@@ -326,19 +328,6 @@ def _verify(traced: TracedForward, hooked: HookedForward, probe: tuple[Any, Any]
             ]
             if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in pairs):
                 raise Untraceable(f"replaying it from {traced.layers[i].label} does not give the losses of the whole model")
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Two passes would differ by their dropout masks."""
-    active = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    try:
-        for module in active:
-            module.training = False
-        yield
-    finally:
-        for module in active:
-            module.training = True
 
 
 def _check_alignment(forward: Forward, probe: tuple[Any, Any]) -> None:
