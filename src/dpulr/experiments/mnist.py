@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from dpulr.experiments.training import Recipe, run
+from dpulr.mechanisms import HiddenDirection
 
-MAIN = Recipe()
+MAIN = Recipe(HiddenDirection(repeats=4), batch_size=1_000, epochs=10, target_epsilon=1.0, learning_rate=0.2)
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ class BoundHiddenDirection(Bound):
             self.coordinates[i].add(call, signal, scale, parts[i])
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
-        """Lift the release and undo the mean overlap: what remains is C_l times the mean of normalised gradients, plus noise.
+        """Lift the release and undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
 
         This only sets the scale of the learning rate; it costs nothing and leaks nothing.
         """
@@ -141,7 +141,7 @@ class BoundHiddenDirection(Bound):
         for i, (coordinates, views) in enumerate(zip(self.coordinates, into, strict=True)):
             if i != self.exact:
                 for view in views.values():
-                    view /= mean_overlap(coordinates.dim) * math.sqrt(coordinates.kept / coordinates.width)
+                    view /= mean_overlap(coordinates.dim)
 
     def estimate(self, clean: Clean, index: int, directions: Directions) -> Tensor:
         """(records, dim): the mean over the repeats of z b, which has norm at most 1."""
