@@ -292,6 +292,10 @@ def test_optimizers() -> None:
         ({"sampling": "alphabetical"}, "sampling is 'alphabetical'"),
         ({"rejection_threshold": 30}, "rejection_threshold is 30"),
         ({"rejection_threshold": -1}, "rejection_threshold is -1"),
+        (
+            {"batch_size": None, "expected_batch_size": 8, "sample_rate": 0.2, "rejection_threshold": 4},
+            "needs min_dataset_size",
+        ),
         ({"min_dataset_size": 40}, "min_dataset_size is 40, but the data set has 40"),
         ({"replay": "magic"}, "replay is 'magic'"),
         ({"memory_limit": 10}, "memory_limit is 10"),
@@ -302,7 +306,7 @@ def test_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_labels_out_of_range_are_named() -> None:
-    refused(r"labels, from 0 to 4, with the model's output of shape \(3,\)", data=Watched(labels=5))
+    refused(r"labels, from 0 to 4, with the model's output of shape \[\(3,\)\]", data=Watched(labels=5))
     wide = torch.utils.data.TensorDataset(torch.zeros(40, 6), torch.full((40,), -1))
     refused("labels, from -1 to -1", data=wide)
 

@@ -101,6 +101,30 @@ def test_several_inputs_and_items_that_are_not_tensors() -> None:
     assert run(engine(Sum(), data=items)) == 4
 
 
+def test_models_that_return_more_than_a_tensor() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.linear(x), "inputs": x}
+
+    network = Both()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    private = dpulr.PrivacyEngine(
+        network,
+        optimizer,
+        blobs(),
+        lambda out, y: LOSS(out["logits"], y),
+        mechanism="gaussian",
+        batch_size=20,
+        steps=2,
+        noise_multiplier=1.0,
+    )
+    assert run(private) == 2
+
+
 # --- batches and steps ----------------------------------------------------------------------------------------------------
 def test_step_takes_the_current_batch_once() -> None:
     private = engine()
@@ -216,6 +240,13 @@ def test_the_target_is_never_exceeded() -> None:
     assert private.privacy_spent().epsilon <= 1.5
     assert accounting.epsilon([accounting.Charge(step, taken + 1)], 1e-5) > 1.5
     assert run(private) == 0
+
+
+def test_a_plan_just_above_the_target_is_cut() -> None:
+    step = engine(noise_multiplier=2.0).step_event
+    cost = accounting.epsilon([accounting.Charge(step, 50)], 1e-5)
+    assert engine(noise_multiplier=2.0, steps=50, target_epsilon=cost * 1.0001).planned_steps == 50
+    assert engine(noise_multiplier=2.0, steps=50, target_epsilon=cost * 0.9999).planned_steps == 49
 
 
 def test_the_charge_is_what_was_done() -> None:

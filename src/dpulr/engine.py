@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from dpulr import accounting
@@ -19,7 +20,7 @@ from dpulr.accounting.events import Charge, SampledStep, Unaccounted
 from dpulr.forward.checks import LossFunction
 from dpulr.forward.replay import prepare
 from dpulr.forward.sites import find_layers
-from dpulr.forward.synthetic import call_model, like
+from dpulr.forward.synthetic import call_model, like, tile
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.base import Guarantee
 from dpulr.randomness import GaussianNoise, RandomSource
@@ -78,6 +79,10 @@ class PrivacyEngine:
         self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
         _check_labels(model, loss_fn, self.records, device)
         self.bound = self.mechanism.bind(self.forward, memory_limit=memory_limit, seed=seed)
+        if rejection_threshold != 0 and batch_size is None and min_dataset_size is None:
+            raise ValueError(
+                "rejection_threshold with a private size of the data set needs min_dataset_size, a public lower bound."
+            )
         self.min_dataset_size = _smaller_neighbour(self.records.size, min_dataset_size)
         self.sampler: PoissonSampling | ShuffledSampling = self._sampler(sampling, rejection_threshold)
         self.noise_multiplier = self._calibrated() if noise_multiplier is None else float(noise_multiplier)
@@ -342,11 +347,11 @@ def _check_labels(model: nn.Module, loss_fn: LossFunction, records: Records, dev
     with torch.inference_mode():
         output = call_model(model, inputs)
         try:
-            loss_fn(output.expand(len(labels), *output.shape[1:]), labels.to(device))
+            loss_fn(tile(output, len(labels)), labels.to(device))
         except (IndexError, RuntimeError, ValueError) as problem:
             raise ValueError(
                 f"the loss function does not accept the data set's labels, from {int(labels.min())} to {int(labels.max())}, with "
-                f"the model's output of shape {tuple(output.shape[1:])} a record: {problem}"
+                f"the model's output of shape {[tuple(leaf.shape[1:]) for leaf in pytree.tree_leaves(output)]} a record: {problem}"
             ) from problem
 
 
