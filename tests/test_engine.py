@@ -303,6 +303,13 @@ def test_noise_is_fresh_unless_a_seed_is_given() -> None:
     assert not torch.equal(one_step(insecure_noise_seed=1), one_step(insecure_noise_seed=2))
 
 
+def test_batches_directions_and_noise_have_generators_of_their_own() -> None:
+    private = engine()
+    generators = [private._batch_rng, private._directions._rng, private._noise._rng]
+    states = {generator.bit_generator.state["state"]["state"].tobytes() for generator in generators}
+    assert len(states) == 3
+
+
 def test_noise_has_the_stated_deviation_and_is_fresh_in_each_step() -> None:
     """Chi-square bounds on 20 steps of 58 numbers at a false-alarm rate of 1e-6."""
     private = engine(sample_rate=1e-9, expected_batch_size=4.0, steps=20, noise_multiplier=3.0)

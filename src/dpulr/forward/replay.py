@@ -232,7 +232,7 @@ def prepare(
     kind = LoneForward if alone else HookedForward
     layers = _with_plain_outputs(model, layers, lambda found: kind(model, loss_fn, found), probes)
     if alone:
-        problem = "its forward pass reads the value of a tensor, as an `if` or .item() does"
+        problem = "the forward pass or the loss reads the value of a tensor, as an `if` or .item() does"
         if method == "trace":
             raise ValueError(f"the model can't be traced: {problem}.")
         warnings.warn(f"running records one by one, which is slow, because {problem}", stacklevel=3)
