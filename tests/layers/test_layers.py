@@ -249,3 +249,36 @@ def test_clipping_holds_where_float32_cancels(kind: str, left: float) -> None:
         into = {name: torch.zeros_like(p) for name, p in site.parameters.items()}
         site.add_gradient(one, u[i : i + 1].flatten(1), scale[i : i + 1], into)
         assert torch.cat([part.flatten() for part in into.values()]).norm() < 1.01
+
+
+@pytest.mark.parametrize("kind", ["linear", "sequence", "few-positions", "conv", "layer-norm", "group-norm"])
+@pytest.mark.parametrize("size", [1e-30, 4.6e-23, 1e-10, 1.0, 1e10, 1e25])
+def test_bounds_hold_at_extreme_scales(kind: str, size: float) -> None:
+    """Squares of small float32 numbers vanish: a record of tiny inputs and a huge signal must not pass as short."""
+    torch.manual_seed(0)
+    layers: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+        "linear": (nn.Linear(4, 3, bias=False), (8, 4)),
+        "sequence": (nn.Linear(3, 2, bias=False), (8, 20, 3)),
+        "few-positions": (nn.Linear(30, 20, bias=False), (8, 2, 30)),
+        "conv": (nn.Conv2d(2, 3, 2, bias=False), (8, 2, 4, 4)),
+        "layer-norm": (nn.LayerNorm(4, bias=False), (8, 3, 4)),
+        "group-norm": (nn.GroupNorm(1, 2), (8, 2, 3)),
+    }
+    layer, shape = layers[kind]
+    x = size * torch.randn(shape)
+    call = Call((x,), {}, layer(x).detach())
+    site = Site(Layer("layer", layer, dict(layer.named_parameters())), call.output.shape[1:], "output")
+    unit = torch.randn(8, site.dim)
+    unit /= unit.norm(dim=1, keepdim=True)
+    gains = site.gains(call)
+    signals = {"gains": (unit, torch.where(gains > 0, 1 / gains, 0))}
+    for loud in (1e-20, 1.0, 1e15, 1e25, 1e32):
+        signals[f"norms {loud}"] = loud * unit, (1 / site.norms(call, loud * unit)).clamp(max=1)
+    for name, (signal, scale) in signals.items():
+        for i in range(8):
+            one = Call((x[i : i + 1],), {}, call.output[i : i + 1])
+            into = {n: torch.zeros_like(p) for n, p in site.parameters.items()}
+            with torch.inference_mode():
+                site.add_gradient(one, signal[i : i + 1], scale[i : i + 1], into)
+            added = torch.cat([part.flatten() for part in into.values()]).double().norm()
+            assert added < 1.001, name

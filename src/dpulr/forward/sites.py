@@ -150,9 +150,9 @@ class Site:
 
     def add_gradient(self, call: Call, signal: Tensor, scale: Tensor, into: dict[str, Tensor]) -> None:
         """Output space: add sum_i scale_i * gradient_i. A record whose scale, signal or input is not finite adds nothing."""
-        scaled = signal * scale.unsqueeze(1)
-        if not bool(torch.isfinite(scaled.sum() + call.input.sum())):
-            bad = ~(torch.isfinite(scaled).all(1) & torch.isfinite(self.rule.gains(call)))
+        scaled, factor = signal * scale.unsqueeze(1), self.rule.factor(call)
+        if not bool(torch.isfinite(scaled.sum() + factor.sum())):
+            bad = ~(torch.isfinite(scaled).all(1) & torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1))
             call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
         self.rule.add_gradient(call, self._shaped(scaled), into)
 

@@ -29,21 +29,24 @@ class AffineRule(WeightLinearRule):
         raise NotImplementedError
 
     def _squares(self, x: Tensor) -> Tensor:
-        """(records, groups): squared norm of the features, with the constant 1 of a trained bias."""
-        total = torch.zeros(x.shape[:2], dtype=x.dtype, device=x.device)
+        """(records, groups): squared norm of the features, with the constant 1 of a trained bias.
+
+        In float64, and never zero by underflow: the squares of small float32 numbers would vanish, and a record pass as short.
+        """
+        total = torch.full(x.shape[:2], _TINY, dtype=torch.float64, device=x.device)
         if "weight" in self.parameters:
-            total = total + x.square().sum((2, 3))
+            total = total + _square_sum(x)
         if "bias" in self.parameters:
             total = total + x.shape[2]
         return total
 
     def gains(self, call: Call) -> Tensor:
-        return self._squares(self.features(call.input)).amax(1).sqrt()
+        return self._squares(self.features(call.input)).amax(1).sqrt().to(call.output.dtype)
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         x, u = self.features(call.input), self.grouped(signal)
         positions = x.shape[2]
-        bound = (self._squares(x) * u.square().sum((2, 3))).sum(1).sqrt()
+        bound = (self._squares(x) * _square_sum(u)).sum(1).sqrt().to(signal.dtype)
         if positions == 1:
             return bound
         if positions * (x.shape[3] + u.shape[3]) > x.shape[3] * u.shape[3]:  # the gradient is smaller than the Gram matrices
@@ -69,6 +72,15 @@ class AffineRule(WeightLinearRule):
                 buffer[g].addmm_(u[:, g].reshape(-1, u.shape[3]).t(), x[:, g].reshape(-1, x.shape[3]))
         if "bias" in into:
             into["bias"] += u.sum((0, 2)).flatten()
+
+
+_TINY = 1e-200
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    """Over positions and features, in float64."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(2, 3), dtype=torch.float64)
+    return norm.square()
 
 
 class LinearRule(AffineRule):

@@ -117,6 +117,10 @@ class LayerRule:
         """For each record an upper bound of ||J_i||: how much longer than its signal its gradient can be."""
         raise TypeError(f"{type(self.module).__name__} has no output space")
 
+    def factor(self, call: Call) -> Tensor:
+        """What a signal is multiplied with to become a gradient, one row a record."""
+        return call.input
+
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         """Add sum_i J_i^T signal_i to `into`, one buffer a parameter."""
         raise TypeError(f"{type(self.module).__name__} has no output space")

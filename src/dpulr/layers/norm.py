@@ -29,6 +29,9 @@ class ScaleRule(WeightLinearRule):
         """The inverse of `rows`, for (repeats, records, positions, features)."""
         raise NotImplementedError
 
+    def factor(self, call: Call) -> Tensor:
+        return self.normalised(call.input)
+
     def _per_record(self, call: Call, signal: Tensor) -> dict[str, Tensor]:
         u = self.rows(signal)
         parts = {}
@@ -43,11 +46,11 @@ class ScaleRule(WeightLinearRule):
         return not_cancelled(norm, flat_norm(signal))  # normalised values are about 1 long
 
     def gains(self, call: Call) -> Tensor:
-        v = self.rows(self.normalised(call.input))
+        v = self.rows(self.normalised(call.input)).double()
         square = v.square().sum(1) if "weight" in self.parameters else torch.zeros_like(v[:, 0])
         if "bias" in self.parameters:
             square = square + v.shape[1]
-        return square.amax(1).sqrt()
+        return square.amax(1).sqrt().to(call.output.dtype)
 
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         for name, part in self._per_record(call, signal).items():
