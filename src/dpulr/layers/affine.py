@@ -78,9 +78,11 @@ _TINY = 1e-200
 
 
 def _square_sum(x: Tensor) -> Tensor:
-    """Over positions and features, in float64."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(2, 3), dtype=torch.float64)
-    return norm.square()
+    """Over positions and features, as float64; computed in it only where float32 is at its limits."""
+    square = x.square().sum((2, 3))
+    if not bool(((square > 1e-20) & (square < 1e30)).all()):
+        square = x.double().square().sum((2, 3))
+    return square.double()
 
 
 class LinearRule(AffineRule):
