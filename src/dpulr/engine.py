@@ -243,7 +243,13 @@ class PrivacyEngine:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.ledger = accounting.Ledger.from_dict(state["ledger"])
+        self.use_ledger(accounting.Ledger.from_dict(state["ledger"]))
+
+    def use_ledger(self, ledger: accounting.Ledger) -> None:
+        """Charge the steps to this ledger, one on disk for example. What it holds counts as spent."""
+        if self.steps_taken > 0:
+            raise RuntimeError(f"this engine has taken {self.steps_taken} steps that the other ledger does not hold.")
+        self.ledger = ledger
         if any(charge.step != self.step_event for charge in self.ledger.charges):
             self._limit_steps()
 
