@@ -49,6 +49,7 @@ TRACED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example]]] = {
     "resnet5": (lambda: dpulr.models.resnet5(classes=3), image),
     "branches": (zoo.Branches, flat),
     "in place": (zoo.InPlace, flat),
+    "input in place": (zoo.Overwrites, flat),
     "sizes as numbers": (zoo.Shapes, flat),
     "numpy in a module": (zoo.BoxInside, flat),
     "recurrent": (zoo.Recurrent, flat),
@@ -81,7 +82,7 @@ def literal(forward: Forward, batch: Example, index: int, delta: Tensor) -> Tens
     losses = torch.empty(delta.shape[:2])
     for r in range(delta.shape[0]):
         for i in range(delta.shape[1]):
-            row = torch.utils._pytree.tree_unflatten([leaf[i : i + 1] for leaf in leaves], spec)
+            row = torch.utils._pytree.tree_unflatten([leaf[i : i + 1].clone() for leaf in leaves], spec)
             hook = forward.layers[index].module.register_forward_hook(lambda m, a, out, d=delta[r, i : i + 1]: out + d)
             output = call_model(forward.model, row)
             hook.remove()

@@ -37,6 +37,18 @@ class InPlace(nn.Module):
         return self.third(g)
 
 
+class Overwrites(nn.Module):
+    """Changes its input, as a first `nn.ReLU(inplace=True)` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 0.5
+        return self.second(torch.tanh(self.first(x)) + x)
+
+
 class ItemAssignment(nn.Module):
     def __init__(self) -> None:
         super().__init__()

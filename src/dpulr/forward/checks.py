@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpulr.forward.synthetic import call_model, choose, count, join, like, rows
+from dpulr.forward.synthetic import call_model, call_on_copy, choose, count, join, like, rows
 
 LossFunction = Callable[[Any, Any], Tensor]
 _SEED = 20_240_229  # public: only made-up inputs depend on it
@@ -154,7 +154,7 @@ class _Run:
         try:
             with torch.inference_mode(), torch.random.fork_rng():
                 torch.manual_seed(seed)
-                outputs = [call_model(model, inputs) for inputs, _ in parts]
+                outputs = [call_on_copy(model, inputs) for inputs, _ in parts]
                 losses = [loss_fn(output, targets) for output, (_, targets) in zip(outputs, parts, strict=True)]
         finally:
             for handle in handles:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpulr.forward.checks import LossFunction, check_rows, other_weights, reads_values, without_dropout
 from dpulr.forward.sites import Layer, Site, Space, enclosing, find_layers
-from dpulr.forward.synthetic import call_model, count, join, like, rows, tile
+from dpulr.forward.synthetic import call_model, call_on_copy, count, join, like, rows, tile
 from dpulr.forward.trace import (
     Suffix,
     Tiling,
@@ -157,7 +157,7 @@ class HookedForward(Forward):
             return hook
 
         with _hooks([(layer.module, note(i)) for i, layer in enumerate(self.layers)]):
-            output = call_model(self.model, inputs)
+            output = call_on_copy(self.model, inputs)
         for layer, calls in zip(self.layers, seen, strict=True):
             refuse_calls(layer, len(calls))
         return Clean(inputs, targets, self.loss_fn(output, targets), [calls[0] for calls in seen], output)
@@ -173,7 +173,7 @@ class HookedForward(Forward):
             return rows
 
         with _hooks([(self.layers[site].module, replace)]):
-            return call_model(self.model, inputs)
+            return call_on_copy(self.model, inputs)
 
 
 class LoneForward(HookedForward):

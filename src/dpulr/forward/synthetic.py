@@ -54,6 +54,11 @@ def tile(batch: Any, repeats: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf.repeat(repeats, *[1] * (leaf.dim() - 1)) if isinstance(leaf, Tensor) else leaf, batch)
 
 
+def call_on_copy(model: Any, inputs: Any) -> Any:
+    """`call_model` for a model that may overwrite its inputs."""
+    return call_model(model, pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs))
+
+
 def call_model(model: Any, inputs: Any) -> Any:
     """A tuple or list of inputs becomes positional arguments, a mapping keyword arguments, anything else the only argument."""
     if isinstance(inputs, dict):
