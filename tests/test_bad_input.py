@@ -256,6 +256,13 @@ def test_embeddings(option: dict[str, Any], message: str) -> None:
     refused(rf"'0' \(Embedding\).*{message}", model)
 
 
+def test_mixing_of_tokens_is_seen() -> None:
+    """One token a record: made-up tokens must differ, or a mean over records would not move."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3))
+    tokens = torch.utils.data.TensorDataset(torch.zeros(40, dtype=torch.int64), torch.arange(40) % 3)
+    refused(r"'1' \(BatchNorm1d\) mixes records", model, data=tokens)
+
+
 def test_optimizers() -> None:
     model, other = nn.Sequential(nn.Linear(6, 3)), nn.Linear(2, 2)
     refused(

@@ -72,7 +72,7 @@ def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, others: 
     index[kept] = kept
     first = _Run(model, loss_fn, batch)
     for factor in (10, -10):  # so that a mean over records moves visibly, and sums change their sign
-        second = _Run(model, loss_fn, choose(join([batch, _stretched(others, factor)]), index))
+        second = _Run(model, loss_fn, choose(join([batch, _other(batch, others, factor)]), index))
         _refuse_difference(model, first, second, "mixes records: a record's value changes with the other records of its batch")
     with without_dropout(model):
         first = _Run(model, loss_fn, batch)
@@ -232,13 +232,19 @@ class _ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _stretched(batch: Any, factor: float) -> Any:
-    """Inputs that are floats, multiplied."""
-    inputs, targets = batch
-    return (
-        pytree.tree_map(lambda leaf: leaf * factor if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs),
-        targets,
-    )
+def _other(batch: Any, others: Any, factor: float) -> Any:
+    """Records that surely differ from `batch`: input floats of `others` times `factor`, whole numbers 0 and 1 swapped."""
+
+    def change(scale: float) -> Callable[[Any, Any], Any]:
+        def one(leaf: Any, other: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return other * scale if leaf.is_floating_point() or leaf.is_complex() else (leaf == 0).to(leaf.dtype)
+
+        return one
+
+    (inputs, targets), (other_inputs, other_targets) = batch, others
+    return pytree.tree_map(change(factor), inputs, other_inputs), pytree.tree_map(change(1), targets, other_targets)
 
 
 def _owner(model: nn.Module, buffer: str) -> str:
