@@ -37,9 +37,15 @@ def log_bessel(order: float, z: np.ndarray) -> np.ndarray:
 
 
 def log_hyp0f1(b: float, z: np.ndarray) -> np.ndarray:
-    """ln 0F1(; b; z^2 / 4)."""
-    z = np.maximum(z, 1e-12)
-    return special.gammaln(b) + (b - 1) * (math.log(2) - np.log(z)) + log_bessel(b - 1, z)
+    """ln 0F1(; b; z^2 / 4): by Bessel functions, and by its power series where the argument is small."""
+    large = np.maximum(z, 1e-3)
+    by_bessel = special.gammaln(b) + (b - 1) * (math.log(2) - np.log(large)) + log_bessel(b - 1, large)
+    x = np.minimum(z**2 / 4, b)
+    term, total = np.ones_like(x), np.zeros_like(x)
+    for n in range(1, 25):
+        term = term * x / (n * (b + n - 1))
+        total = total + term
+    return np.where(z**2 / 4 < b, np.log1p(total), by_bessel)
 
 
 def heights(dim: int, frame: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -94,28 +100,38 @@ def nodes(dim: int, noise: float, frame: int = 1, fine: int = 1) -> tuple[np.nda
     return loss[keep], p[keep]
 
 
-def product_nodes(parts: list[tuple[np.ndarray, np.ndarray, int]], points: int = 8192) -> tuple[np.ndarray, np.ndarray]:
-    """Loss density of a product, by the characteristic function of the balanced measure sqrt(pq) and its inverse."""
+def tilted_density(parts: list[tuple[np.ndarray, np.ndarray, int]], tilt: float, points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Density of the product's loss under p * e^(tilt * loss), by its characteristic function and the inverse."""
     centre = spread = 0.0
     for loss, p, count in parts:
-        q = p * np.exp(loss / 2)
-        q = q / q.sum()
-        mean = float(np.dot(q, loss))
+        mass = p * np.exp(tilt * loss)
+        mean = float(np.dot(mass, loss))
         centre += count * mean
-        spread += count * float(np.dot(q, (loss - mean) ** 2))
+        spread += count * float(np.dot(mass, (loss - mean) ** 2))
     span = 26 * math.sqrt(spread)
     grid = centre + span * (np.arange(points) / points - 0.5)
-    frequency = 2 * np.pi * np.fft.fftfreq(points, span / points)
-    half = np.abs(frequency[: points // 2 + 1])
+    half = 2 * np.pi * np.arange(points // 2 + 1) / span
     transform = np.zeros(points // 2 + 1, dtype=complex)
     for i, u in enumerate(half):
-        value = math.prod(complex(np.dot(p, np.exp((0.5 - 1j * u) * loss))) ** count for loss, p, count in parts)
-        if abs(value) < 1e-13 * abs(transform[0]):
+        value = math.prod(complex(np.dot(p, np.exp((tilt - 1j * u) * loss))) ** count for loss, p, count in parts)
+        if abs(value) < 1e-13:
             break  # what follows is below the noise, or beyond what the nodes resolve
         transform[i] = value
     density = np.fft.irfft(transform * np.exp(1j * half * grid[0]), points)
-    keep = density > 1e-12 * density.max()  # below is the transform's noise, which a tilt would amplify
-    return grid[keep], (density * np.exp(-grid / 2))[keep]
+    keep = density > 1e-13 * density.max()
+    return grid[keep], density[keep]
+
+
+def product_nodes(parts: list[tuple[np.ndarray, np.ndarray, int]], points: int = 8192) -> tuple[np.ndarray, np.ndarray]:
+    """Loss nodes of a product and their masses under P: from Q's density where the loss is positive, else from P's."""
+    up, q = tilted_density(parts, 1.0, points)
+    down, p = tilted_density(parts, 0.0, points)
+    # A smooth partition of unity joins the two, so that both sums keep the trapezoidal rule's spectral accuracy.
+    loss = np.concatenate([down, up])
+    mass = np.concatenate([p * special.expit(-down), q * special.expit(up) * np.exp(-up)])
+    if abs(mass.sum() - 1) < 1e-9 and abs(np.dot(mass, np.exp(loss)) - 1) < 1e-9:
+        return loss, mass
+    raise ArithmeticError("The oracle's density of the product does not integrate to 1.")
 
 
 def sampled(loss: np.ndarray, p: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -176,6 +192,25 @@ def epsilon_of(loss: np.ndarray, p: np.ndarray, q: float, steps: int, delta: flo
             )
         )
     return max(found)
+
+
+def epsilon_near(loss: np.ndarray, p: np.ndarray, q: float, steps: int, delta: float, guess: float) -> float:
+    """The same where a value within a factor of two or so is known: a few evaluations instead of many."""
+    losses, with_record, without = sampled(loss, p, q)
+
+    def gap(epsilon: float) -> float:
+        values = [delta_of(losses, with_record, steps, epsilon), delta_of(-losses, without, steps, epsilon)]
+        return math.log(max(*values, 1e-99) / delta)
+
+    low, high = guess / 1.02, guess * 1.001
+    low_gap, high_gap = gap(low), gap(high)
+    while low_gap < 0:
+        low, high, high_gap = low / 1.3, low, low_gap
+        low_gap = gap(low)
+    while high_gap > 0:
+        low, low_gap, high = high, high_gap, high * 1.1
+        high_gap = gap(high)
+    return optimize.brentq(gap, low, high, rtol=1e-5, xtol=1e-12)
 
 
 def gaussian_delta(noise: float, epsilon: float) -> float:

@@ -12,7 +12,7 @@ from dpulr.accounting.pricing import epsilon, total_shift
 from dpulr.accounting.small_signal import equivalent_noise, likely_noise
 
 TOLERANCE = 5e-4  # relative width at which the search for the noise ends
-LEAST_NOISE, MOST_NOISE = 1e-2, 1e7
+LEAST_NOISE, MOST_NOISE = 1e-3, 1e7
 
 
 def calibrate(

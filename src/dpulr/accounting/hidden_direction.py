@@ -17,8 +17,8 @@ from dpulr.accounting.events import HiddenDirectionRelease
 from dpulr.accounting.pairs import CUT, Array, Cells, atoms, cells, gaussian_cells, normal_mass
 from dpulr.accounting.pld import compose
 
-WIDTH = 0.07  # of a cell, in standard deviations
-HEIGHTS, TAIL_HEIGHTS = 2400, 500
+WIDTH = 0.05  # of a cell, in standard deviations
+HEIGHTS, TAIL_HEIGHTS = 3200, 500
 SMALLEST_NOISE = 0.012  # below it the (larger) price of an unhidden direction is charged
 LARGEST_FRAME = 512
 CHUNK = 512  # heights handled at a time, for memory

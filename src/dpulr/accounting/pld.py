@@ -12,7 +12,7 @@ from scipy import fft
 
 from dpulr.accounting.pairs import Array, Cells, Indices, spread
 
-ADDED_VARIANCE = 0.0005  # the grid may add this share to the variance of the loss
+ADDED_VARIANCE = 0.00025  # the grid may add this share to the variance of the loss
 FEWEST_BINS, MOST_BINS = 1 << 15, 1 << 22
 TAIL_SHARE = 1e-4  # share of delta spent on what lies outside the window, per side and per cause
 ERROR_SHARE = 1e-2  # share of delta that the transform's error may take before extended precision is tried

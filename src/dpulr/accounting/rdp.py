@@ -1,4 +1,4 @@
-"""Renyi accounting as a cross-check, and the tight conversion to (epsilon, delta) (docs/theory.md, section 7)."""
+"""Renyi accounting as a cross-check, and the tight conversion to (epsilon, delta) (docs/theory.md, section 8)."""
 
 from __future__ import annotations
 
