@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 import dpulr
-from dpulr.forward.replay import prepare
+from dpulr.forward.prepare import prepare
 from dpulr.mechanisms.base import ROUNDING
 from dpulr.mechanisms.gaussian import BoundGaussian
 from dpulr.randomness import RandomSource

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 import dpulr
-from dpulr.forward.replay import prepare
+from dpulr.forward.prepare import prepare
 from dpulr.mechanisms.base import ROUNDING
 from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
 from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap

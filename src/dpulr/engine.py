@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from dpulr import accounting
 from dpulr.accounting.events import Charge, SampledStep, Unaccounted
 from dpulr.forward.checks import LossFunction
-from dpulr.forward.replay import prepare
+from dpulr.forward.prepare import prepare
 from dpulr.forward.sites import find_layers
 from dpulr.forward.synthetic import call_model, like, tile
 from dpulr.mechanisms import Mechanism, by_name

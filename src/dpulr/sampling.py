@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from scipy.stats import binom
+from scipy.special import bdtrc
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
@@ -36,7 +36,7 @@ class PoissonSampling:
 
     def check(self, records: int) -> None:
         """Refuse a threshold that nearly no batch of a data set of this size reaches: drawing would never end."""
-        if self.rejection_threshold and binom.sf(self.rejection_threshold - 1, records, self.sample_rate) < _LEAST_ACCEPTANCE:
+        if self.rejection_threshold and bdtrc(self.rejection_threshold - 1, records, self.sample_rate) < _LEAST_ACCEPTANCE:
             raise ValueError(
                 f"rejection_threshold is {self.rejection_threshold}, but batches of {records} records at sample_rate="
                 f"{self.sample_rate:.3g} hold about {records * self.sample_rate:.0f}: nearly all would be drawn again."

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpulr
-from dpulr.forward.replay import Forward, HookedForward, LoneForward, TracedForward, prepare
+from dpulr.forward.prepare import prepare
+from dpulr.forward.replay import Forward, HookedForward, LoneForward, TracedForward
 from dpulr.forward.synthetic import call_model
 
 CPU = torch.device("cpu")
