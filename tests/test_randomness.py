@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
+import os
+import pickle
+import signal
 import threading
 
 import numpy as np
@@ -14,6 +19,7 @@ from scipy.stats import norm as normal
 from dpulr.randomness import Directions, GaussianNoise, RandomSource
 
 WORD = 2**64
+CPU = torch.device("cpu")
 
 
 def driven(first: int, second: int, third: int) -> np.random.Generator:
@@ -95,6 +101,33 @@ def test_fresh_entropy_each_time() -> None:
     assert len(states) == 20
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_draws_other_noise() -> None:
+    """Two processes that trained with the same noise on the same data would cancel it out."""
+    source = RandomSource()
+    noise, directions, batches = GaussianNoise(3, source.numpy("noise")), source.directions(CPU), source.numpy("batches")
+    noise.prepare()
+
+    def draws() -> list[float]:
+        return [*noise.draw().tolist(), *directions.normal(3).tolist(), *batches.standard_normal(3)]
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # rather than wait for a thread that the fork did not take over
+        os.write(writer, json.dumps(draws()).encode())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not set(json.loads(os.read(reader, 10_000))) & set(draws())
+
+
+def test_secret_generators_are_not_copied() -> None:
+    generator = RandomSource().numpy("noise")
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="can't be copied or stored"):
+            copied(generator)
+
+
 def test_seeds_of_the_operating_system_are_256_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("secrets.randbits", lambda bits: asked.append(bits) or 7)
@@ -115,9 +148,7 @@ def test_global_seeds_change_nothing() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         np.random.seed(0)
-        draws.append(
-            (GaussianNoise(3, RandomSource().numpy("noise")).draw(), RandomSource().directions(torch.device("cpu")).normal(3))
-        )
+        draws.append((GaussianNoise(3, RandomSource().numpy("noise")).draw(), RandomSource().directions(CPU).normal(3)))
     assert not torch.equal(draws[0][0], draws[1][0])
     assert not torch.equal(draws[0][1], draws[1][1])
 
@@ -125,7 +156,7 @@ def test_global_seeds_change_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_directions(dtype: torch.dtype) -> None:
     """Normal (Kolmogorov-Smirnov, false-alarm rate 1e-6); on the sphere of norm 1; frames orthonormal."""
-    directions = Directions(np.random.default_rng(0), torch.device("cpu"), dtype)
+    directions = Directions(np.random.default_rng(0), CPU, dtype)
     z = directions.normal(100, 1_000)
     assert z.dtype == dtype
     assert kstest(z.flatten().numpy(), "norm").pvalue > 1e-6

@@ -6,9 +6,12 @@ So batches, directions and noise on the CPU are drawn by numpy, seeded with 256 
 
 from __future__ import annotations
 
+import os
 import secrets
+import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -23,13 +26,38 @@ class RandomSource:
 
     def numpy(self, purpose: str) -> np.random.Generator:
         if self.insecure_seed is None:
-            entropy: int | list[int] = secrets.randbits(256)
-        else:
-            entropy = [self.insecure_seed, zlib.crc32(purpose.encode())]
-        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(entropy)))
+            return SecretGenerator(_fresh())
+        return np.random.Generator(np.random.SFC64([self.insecure_seed, zlib.crc32(purpose.encode())]))
 
     def directions(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Directions:
         return Directions(self.numpy("directions"), device, dtype)
+
+
+class SecretGenerator(np.random.Generator):
+    """Seeded by the operating system. It can't be copied or stored, and a forked process gets a fresh one: no draw comes twice."""
+
+    def __init__(self, bits: np.random.BitGenerator) -> None:
+        super().__init__(bits)
+        _secret.add(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the generator of secret noise can't be copied or stored: its draws would come twice.")
+
+
+_secret: weakref.WeakSet[SecretGenerator] = weakref.WeakSet()
+
+
+def _fresh() -> np.random.SFC64:
+    return np.random.SFC64(secrets.randbits(256))
+
+
+def _after_fork() -> None:
+    for generator in _secret:
+        generator.bit_generator.state = _fresh().state
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Directions:
@@ -73,11 +101,17 @@ class GaussianNoise:
     def __init__(self, size: int, rng: np.random.Generator) -> None:
         self.size = size
         self._rng = rng
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dpulr-noise")
         self._next: Future[np.ndarray] | None = None
 
     def prepare(self) -> None:
         """Start drawing now; `draw` will wait for it."""
+        if self._process != os.getpid():  # a fork takes over neither the thread nor what it has drawn
+            self._start()
         if self._next is None:
             self._next = self._thread.submit(self._rng.standard_normal, self.size)
 
