@@ -157,9 +157,14 @@ def _without_far_tail(index: Indices, mass: Array, allowed: float) -> tuple[Indi
 
 def _gathered(index: Indices, mass: Array) -> tuple[Indices, Array]:
     """Each grid point with mass once, in rising order."""
-    points, place = np.unique(index, return_inverse=True)
+    first = int(index.min())
+    if int(index.max()) - first < MOST_BINS:
+        points, place = None, index - first
+    else:
+        points, place = np.unique(index, return_inverse=True)
     total = np.bincount(place, weights=mass).astype(np.float64)
-    return points[total > 0], total[total > 0]
+    held = np.flatnonzero(total)
+    return (held + first if points is None else points[held]), total[held]
 
 
 def _window(parts: Sequence[tuple[Indices, Array, int]], step: float, allowed: float) -> tuple[int, int, float]:
