@@ -1,0 +1,200 @@
+"""What a person sees while a run goes on: a live view in a terminal, plain lines elsewhere, JSON lines on request."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+
+def make_view(*, as_json: bool) -> PlainView:
+    if as_json:
+        return JsonView()
+    return LiveView() if sys.stdout.isatty() else PlainView()
+
+
+class PlainView:
+    """Plain lines."""
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        self.line(f"{text} ...")
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self.about = about
+        self.line(headline(about))
+        self.line(f"steps {about['steps_taken']} of {about['planned_steps']}; the run is in {about['folder']}")
+
+    def step(self, step: int) -> None:
+        return None
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        self.line(
+            f"step {values['step']} of {self.about['planned_steps']}   held-out accuracy {values['test_accuracy']:.2%}   "
+            f"held-out loss {values['test_loss']:.4f}   {spent(values['epsilon'], self.about)}"
+        )
+
+    def unprotected(self, values: Mapping[str, Any]) -> None:
+        self.line(unprotected_line(values))
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        for text in summary(result):
+            self.line(text)
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class JsonView(PlainView):
+    """One object a line; `event` says what it is."""
+
+    def note(self, text: str) -> None:
+        self.event("note", {"text": text})
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self.event("begin", about)
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        self.event("metrics", values)
+
+    def unprotected(self, values: Mapping[str, Any]) -> None:
+        self.event("unprotected", values)
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        self.event("result", result)
+
+    def event(self, name: str, values: Mapping[str, Any]) -> None:
+        self.line(json.dumps({"event": name, **values}))
+
+
+class LiveView(PlainView):
+    """A progress bar with the time left, and the last held-out figures with their course."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            expand=True,
+        )
+        self.about: Mapping[str, Any] = {}
+        self.history: list[Mapping[str, Any]] = []
+        self.marked = Text()
+        self.live = Live(console=self.console, refresh_per_second=8, transient=False)
+        self._last = 0.0
+
+    def __enter__(self) -> LiveView:
+        self.live.__enter__()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.live.__exit__(None, None, None)
+
+    def note(self, text: str) -> None:
+        self.live.update(Text(f"{text} ...", style="dim"))
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        self.about = about
+        self.task = self.bar.add_task("training", total=about["planned_steps"], completed=about["steps_taken"])
+        self.refresh(force=True)
+
+    def step(self, step: int) -> None:
+        self.bar.update(self.task, completed=step)
+        self.refresh()
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        self.history.append(values)
+        self.refresh(force=True)
+
+    def unprotected(self, values: Mapping[str, Any]) -> None:
+        self.marked = Text(unprotected_line(values), style="bold red")
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        if self.about:
+            self.refresh(force=True)
+        for text in summary(result):
+            self.console.print(text, highlight=False)
+
+    def refresh(self, *, force: bool = False) -> None:
+        if force or time.monotonic() - self._last > 0.1:
+            self._last = time.monotonic()
+            self.live.update(self.picture(), refresh=force)
+
+    def picture(self) -> Panel:
+        """The whole view."""
+        last = self.history[-1] if self.history else {}
+        table = Table.grid(padding=(0, 2), expand=False)
+        accuracy = f"{last['test_accuracy']:.2%}" if last else "-"
+        loss = f"{last['test_loss']:.4f}" if last else "-"
+        table.add_row("held-out accuracy", Text(accuracy, style="bold green"), spark([h["test_accuracy"] for h in self.history]))
+        table.add_row("held-out loss", Text(loss, style="bold"), spark([h["test_loss"] for h in self.history]))
+        table.add_row("privacy spent", Text(spent(last.get("epsilon", 0.0), self.about), style="bold magenta"), self.budget(last))
+        parts: list[Any] = [Text(headline(self.about), style="dim"), self.bar, table]
+        if self.marked:
+            parts.append(self.marked)
+        return Panel(Group(*parts), title="dpulr train", subtitle=str(self.about.get("folder", "")), border_style="cyan")
+
+    def budget(self, last: Mapping[str, Any]) -> Text:
+        target, value = self.about.get("target_epsilon"), last.get("epsilon", 0.0)
+        if not target or value is None:
+            return Text("")
+        full = min(30, round(30 * value / target))
+        return Text("█" * full, style="magenta") + Text("░" * (30 - full), style="dim")
+
+
+def headline(about: Mapping[str, Any]) -> str:
+    return (
+        f"{about['dataset']}, {about['parameters']:,} parameters, {about['mechanism']}: noise {about['noise_multiplier']:.4g}, "
+        f"sampling rate {about['sample_rate']:.4g}, guarantee {about['guarantee']}"
+    )
+
+
+def spent(epsilon: float | None, about: Mapping[str, Any]) -> str:
+    """Epsilon of the budget. None means that there is no guarantee, not that nothing is spent."""
+    if epsilon is None:
+        return "epsilon: no guarantee"
+    target = about.get("target_epsilon")
+    return f"epsilon {epsilon:.4g}" + (f" of {target:g}" if target else "")
+
+
+def unprotected_line(values: Mapping[str, Any]) -> str:
+    loss = values["training_loss"]
+    shown = "-" if loss is None else f"{loss:.4f}"
+    return f"UNPROTECTED, not covered by the guarantee: step {values['step']}, batch {values['batch_size']}, training loss {shown}"
+
+
+def summary(result: Mapping[str, Any]) -> list[str]:
+    epsilon = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g}"
+    return [
+        str(result["statement"]),
+        f"accuracy {result['test_accuracy']:.2%}   epsilon {epsilon}   delta {result['delta']:g}   "
+        f"guarantee {result['guarantee']}   {result['seconds']:.0f} s",
+    ]
+
+
+def spark(values: list[float], width: int = 30) -> Text:
+    """The course of a number, in blocks."""
+    recent = values[-width:]
+    if len(recent) < 2:
+        return Text("")
+    low, high = min(recent), max(recent)
+    blocks = "▁▂▃▄▅▆▇█"
+    return Text("".join(blocks[round(7 * (v - low) / (high - low))] if high > low else blocks[0] for v in recent), style="cyan")

@@ -1,0 +1,110 @@
+"""What a run says about itself: the overview at its start and result.json at its end. Public quantities only."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dpulr
+from dpulr.engine import PrivacyEngine
+from dpulr.mechanisms import Gaussian, HiddenDirection
+from dpulr.runs.errors import RunError
+from dpulr.runs.files import read_json, read_lines
+from dpulr.runs.ledger import DiskLedger
+from dpulr.runs.scoring import Scores
+from dpulr.runs.settings import Settings
+
+
+def overview(settings: Settings, engine: PrivacyEngine, ledger: DiskLedger, folder: Path) -> dict[str, Any]:
+    """What is known when the first step begins."""
+    return {
+        "folder": str(folder),
+        "dataset": settings.dataset,
+        "model": settings.model,
+        "mechanism": settings.mechanism,
+        "parameters": sum(p.numel() for p in engine.model.parameters()),
+        "steps_taken": engine.steps_taken,
+        "planned_steps": engine.planned_steps,
+        "noise_multiplier": engine.noise_multiplier,
+        "sample_rate": engine.sample_rate,
+        "target_epsilon": ledger.budget,
+        "delta": engine.target_delta,
+        "guarantee": engine.guarantee,
+    }
+
+
+def result(
+    settings: Settings, engine: PrivacyEngine, ledger: DiskLedger, scores: Scores, *, done: bool, applied: int
+) -> dict[str, Any]:
+    """The content of result.json, without the time."""
+    spent = engine.privacy_spent()
+    return {
+        "run": ledger.start.run,
+        "status": "done" if done else "interrupted",
+        "mechanism": settings.mechanism,
+        "guarantee": spent.guarantee,
+        "epsilon": spent.epsilon if spent.guarantee == "certified" else None,
+        "nominal_epsilon": spent.nominal_epsilon,
+        "delta": spent.delta,
+        "target_epsilon": ledger.budget,
+        "statement": str(spent),
+        "steps": ledger.steps,
+        "updates_kept": applied,
+        "planned_steps": engine.planned_steps,
+        "resumes": ledger.resumes,
+        "sample_rate": engine.sample_rate,
+        "batch_size": engine.expected_batch_size,
+        "noise_multiplier": engine.noise_multiplier,
+        "test_accuracy": scores.accuracy,
+        "test_loss": scores.loss,
+        "forward_passes": forward_passes(engine),
+        "dataset": settings.dataset,
+        "model": settings.model,
+        "parameters": sum(p.numel() for p in engine.model.parameters()),
+        "seed": settings.seed,
+        "version": dpulr.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def forward_passes(engine: PrivacyEngine) -> int | None:
+    """Passes of a batch: the clean one, and for each layer, direction and sign one through what lies downstream.
+
+    It follows from public settings. Passes of records would tell the realised sizes of the batches.
+    """
+    settings, sites = engine.mechanism, len(engine.forward.sites)
+    if isinstance(settings, HiddenDirection):
+        hidden = sites - (settings.last_layer == "exact")
+        exact = 2 * engine.forward.sites[-1].dim if settings.last_layer == "exact" else 0
+        return engine.steps_taken * (1 + 2 * settings.repeats * hidden + exact)
+    if isinstance(settings, Gaussian):
+        return engine.steps_taken * (1 + (2 if settings.estimator == "antithetic" else 1) * settings.repeats * sites)
+    return None
+
+
+def stored(path: Path, *, steps: int) -> dict[str, Any]:
+    """result.json, if it speaks of this many steps."""
+    value = read_json(path)
+    if not isinstance(value, dict) or value.get("steps") != steps:
+        raise RunError(f"{path} does not belong to the state of the ledger.")
+    return value
+
+
+def process_seconds(metrics: Path) -> dict[int, dict[str, float]]:
+    """For each process of a run, the seconds that it had spent on each part when it last wrote a line."""
+    last: dict[int, dict[str, float]] = {}
+    for line in read_lines(metrics):
+        process, seconds = line.get("process"), line.get("seconds")
+        if isinstance(process, int) and isinstance(seconds, dict):
+            last[process] = {str(name): float(value) for name, value in seconds.items() if isinstance(value, int | float)}
+    return last
+
+
+def seconds_before(metrics: Path, process: int) -> float:
+    """Seconds that earlier processes of a run have spent, as far as they could tell before they ended."""
+    return sum(sum(parts.values()) for number, parts in process_seconds(metrics).items() if number < process)
