@@ -62,6 +62,7 @@ TRACED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example]]] = {
 }
 WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example], type[Forward], str]] = {
     "if on values": (zoo.ValueBranch, flat, LoneForward, "one by one, .* reads the value of a tensor"),
+    "if on values chooses a layer": (zoo.Experts, flat, LoneForward, "one by one, .* reads the value of a tensor"),
     "if on shapes": (zoo.ShapeBranch, flat, HookedForward, "whole forward passes"),
     "item assignment": (zoo.ItemAssignment, flat, HookedForward, "item assignment"),
     "numpy inline": (zoo.InlineBox, flat, HookedForward, "whole forward passes"),
@@ -155,6 +156,20 @@ def test_a_branch_on_values_belongs_to_the_record() -> None:
         alone = forward.clean(x, y).losses
         beside = forward.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
     assert alone[0] == beside[0]
+
+
+def test_a_layer_that_a_branch_leaves_out_never_stops_a_step() -> None:
+    """Whether a layer is called depends on private values: the whole model is the layer then."""
+    forward = built(zoo.Experts, flat)
+    assert [site.name for site in forward.sites] == [""]
+    x, y = torch.cat([torch.full((1, 6), 1.0), torch.full((1, 6), -1.0)]), torch.zeros(2, dtype=torch.int64)
+    with torch.inference_mode():
+        clean = forward.clean(x, y)
+        delta = torch.zeros(1, 2, forward.sites[0].dim)
+        delta[..., : 6 * 5 + 5] = 1.0  # the weights of `low`
+        moved = forward.losses(clean, 0, forward.sites[0].perturbed(clean.calls[0], delta))[0]
+    assert moved[0] == pytest.approx(clean.losses[0].item(), rel=1e-5)
+    assert abs(moved[1] - clean.losses[1]) > 1e-3
 
 
 class Watch(TorchDispatchMode):

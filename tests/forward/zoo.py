@@ -86,6 +86,17 @@ class ValueBranch(nn.Module):
         return self.second(torch.tanh(h) if x.sum() > self.threshold else torch.relu(h) + 1)
 
 
+class Experts(nn.Module):
+    """A branch that chooses the layer: a record trains only its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high, self.head = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.high(x) if x.sum() > 0 else self.low(x)))
+
+
 class ShapeBranch(nn.Module):
     """A Python `if` on shapes: tracing can't follow it either, but records stay apart."""
 

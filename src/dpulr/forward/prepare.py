@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpulr.forward.checks import LossFunction, check_rows, other_weights, reads_values, without_dropout
 from dpulr.forward.replay import Forward, HookedForward, LoneForward, TracedForward
-from dpulr.forward.sites import Layer, Site, Space, enclosing, find_layers
+from dpulr.forward.sites import Layer, Site, Space, enclosing, find_layers, whole
 from dpulr.forward.synthetic import like
 from dpulr.forward.trace import Untraceable
 from dpulr.layers import Call
@@ -43,6 +43,8 @@ def prepare(
     generator = torch.Generator().manual_seed(_SEED)
     probes = [like(example, size, generator, device) for size in _PROBE_SIZES]
     kind = LoneForward if alone else HookedForward
+    if alone and _skips_layers(kind(model, loss_fn, layers), probes):
+        layers = whole(model)
     layers = _with_plain_outputs(model, layers, lambda found: kind(model, loss_fn, found), probes)
     if alone:
         problem = "the forward pass or the loss reads the value of a tensor, as an `if` or .item() does"
@@ -65,6 +67,17 @@ def prepare(
     with other_weights(model, keep=1.0):
         _check_alignment(hooked, probes[1])
     return hooked
+
+
+def _skips_layers(forward: Forward, probes: list[tuple[Any, Any]]) -> bool:
+    """Whether a branch leaves out a layer, or runs it twice: then only the whole model is called just once for every record."""
+    try:
+        with torch.inference_mode():
+            for probe in probes:
+                forward.clean(*probe)
+    except ValueError:
+        return True
+    return False
 
 
 def _with_plain_outputs(

@@ -61,6 +61,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
+def whole(model: nn.Module) -> list[Layer]:
+    """The model as its only layer."""
+    return [Layer("", model, {n: p for n, p in model.named_parameters() if p.requires_grad})]
+
+
 def enclosing(model: nn.Module, layers: list[Layer], layer: Layer) -> list[Layer]:
     """The layers with the module around `layer` in the place of all that lies in it."""
     name = layer.name.rpartition(".")[0]
