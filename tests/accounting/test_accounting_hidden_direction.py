@@ -312,3 +312,22 @@ def test_oracle_bessel_matches_mpmath():
     for b, z in ((0.5, 3.0), (1.0, 20.0), (65.0, 40.0), (500.0, 300.0), (50_000.0, 9000.0)):
         exact = float(mpmath.log(mpmath.hyp0f1(b, mpmath.mpf(z) ** 2 / 4)))
         assert float(log_hyp0f1(b, np.array([z]))[0]) == pytest.approx(exact, rel=1e-8, abs=1e-8)
+
+
+def test_special_functions_keep_their_promise():
+    """The margin on heights is far above the error of scipy's incomplete beta; chi-square masses agree with mpmath."""
+    import mpmath
+
+    with mpmath.workdps(30):
+        for dim in (2, 3, 10, 128, 100_000):
+            for height in (0.1 / math.sqrt(dim), 1 / math.sqrt(dim), min(0.99, 5 / math.sqrt(dim))):
+                a, x = (dim - 1) / 2, (1 - height) * (1 + height)
+                exact = float(mpmath.betainc(a, 0.5, 0, mpmath.mpf(x), regularized=True))
+                assert float(special.betainc(a, 0.5, x)) == pytest.approx(exact, rel=hd.HEIGHT_MARGIN / 10)
+        for half in (0.5, 4.5, 63.5, 49_999.5):
+            middle = math.sqrt(2 * half)
+            edges = np.array([max(1e-3, middle - 2), middle + 0.5, middle + 0.55, middle + 5, middle + 5.05]) ** 2
+            mass = hd._chi_mass(np.array([[half]]), edges)[0]
+            for left, right, value in zip(edges[:-1], edges[1:], mass, strict=True):
+                exact = mpmath.gammainc(half, mpmath.mpf(left) / 2, mpmath.mpf(right) / 2, regularized=True)
+                assert value == pytest.approx(float(exact), rel=1e-9)

@@ -89,10 +89,10 @@ def draw(points: Sequence[BoundPoint], path: str) -> None:
 
 
 def _contours(axis: Any, points: Sequence[BoundPoint], values: Sequence[float]) -> None:
-    powers = [max(-12.0, min(2.0, math.log10(max(value, 1e-12)))) if value < math.inf else 2.0 for value in values]
+    powers = [max(-12.0, min(1.99, math.log10(max(value, 1e-12)))) if value < math.inf else 1.99 for value in values]
     sizes = [math.log10(point.dataset_size) for point in points]
     picture = axis.tricontourf(sizes, [point.share for point in points], powers, levels=range(-12, 3), cmap="viridis")
     axis.tricontour(sizes, [point.share for point in points], powers, levels=[-3], colors="white")
-    axis.figure.colorbar(picture, ax=axis, label="log10; white line: 1e-3")
+    axis.figure.colorbar(picture, ax=axis, label="log10 (top: 100 and above, or infinite)")
     ticks = sorted({math.ceil(min(sizes)), *range(math.ceil(min(sizes)), math.floor(max(sizes)) + 1)})
     axis.set_xticks(ticks, [f"$10^{tick}$" for tick in ticks])

@@ -52,7 +52,7 @@ def product(parts: list[tuple[Cells, int]]) -> Cells:
     return atoms(loss[keep], p[keep], q[keep], both.remove.always, both.add.always)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def site_cells(dim: int, noise: float, frame: int = 1) -> Cells:
     """Cells of one draw: y uniform on the cap of measure 2^-frame, noise t."""
     if dim == 1 or noise < SMALLEST_NOISE or frame > LARGEST_FRAME:

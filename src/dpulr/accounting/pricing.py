@@ -20,7 +20,7 @@ from dpulr.accounting.pairs import Cells, gaussian_cells, subsampled
 from dpulr.accounting.pld import Curves, compose
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def release_cells(release: Release) -> Cells:
     """The dominating pair of one release, before sampling. Anything unknown fails closed."""
     if isinstance(release, GaussianRelease):
