@@ -19,7 +19,7 @@ import small_job
 from dpulr import accounting
 from dpulr.cli import live, main
 from dpulr.experiments.training import Recipe, Training
-from dpulr.runs import building, checkpoint, running, settings
+from dpulr.runs import building, checkpoint, opening, settings
 from dpulr.runs.ledger import DiskLedger, ledger_digest
 
 STEPS, BATCH, EPSILON, DELTA = 300, 20, 2.0, 1e-5
@@ -118,7 +118,7 @@ def trial(folder: Path, kills: int, seed: int) -> dict[str, float]:
         assert result["steps"] == STEPS
         assert run.updates <= STEPS
         lost += STEPS - run.updates
-        options, _ = running.open_config(run.folder)
+        options, _ = opening.open_config(run.folder)
         model = building.make_model(options)
         checkpoint.load_model(run.folder, model)
         accuracies.append(result["test_accuracy"])

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dpulr.cli import training
+from dpulr.cli import reporting, training
 
 app = typer.Typer(
     name="dpulr",
@@ -36,3 +36,4 @@ def _common(
 
 app.command("train")(training.train)
 app.command("resume")(training.resume)
+app.command("report")(reporting.report)

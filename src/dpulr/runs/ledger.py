@@ -13,6 +13,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -53,6 +54,7 @@ class DiskLedger(accounting.Ledger):
         self.entries, self.head = entries, head
         self.seconds = 0.0
         self._events: list[SampledStep | Unaccounted] = []
+        self._order: list[int] = []
         self._broken = False
 
     # --- opening --------------------------------------------------------------------------------------------------------
@@ -89,6 +91,7 @@ class DiskLedger(accounting.Ledger):
             if index >= len(self._events):
                 raise ValueError(f"step of an unknown event {index!r}")
             super().append(self._events[index])
+            self._order.append(index)
         elif value["kind"] == "event":
             step = events.from_dict(value["step"])
             if not isinstance(step, SampledStep | Unaccounted):
@@ -112,6 +115,12 @@ class DiskLedger(accounting.Ledger):
         for _ in range(charge.count):
             self._write({"kind": "step", "number": self.steps + 1, "event": index})
             super().append(step)
+            self._order.append(index)
+
+    def charges_after(self, steps: int) -> list[Charge]:
+        """What the first so many steps were charged."""
+        counts = Counter(self._order[:steps])
+        return [Charge(self._events[index], count) for index, count in counts.items()]
 
     def record_resume(self, *, budget: float | None, planned_steps: int) -> None:
         """Record that the run goes on, towards how many steps, and under which budget. A budget is only ever raised."""

@@ -12,7 +12,7 @@ import dpulr
 from dpulr.engine import PrivacyEngine
 from dpulr.mechanisms import Gaussian, HiddenDirection
 from dpulr.runs.errors import RunError
-from dpulr.runs.files import read_json, read_lines
+from dpulr.runs.files import read_json
 from dpulr.runs.ledger import DiskLedger
 from dpulr.runs.scoring import Scores
 from dpulr.runs.settings import Settings
@@ -93,18 +93,3 @@ def stored(path: Path, *, steps: int) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("steps") != steps:
         raise RunError(f"{path} does not belong to the state of the ledger.")
     return value
-
-
-def process_seconds(metrics: Path) -> dict[int, dict[str, float]]:
-    """For each process of a run, the seconds that it had spent on each part when it last wrote a line."""
-    last: dict[int, dict[str, float]] = {}
-    for line in read_lines(metrics):
-        process, seconds = line.get("process"), line.get("seconds")
-        if isinstance(process, int) and isinstance(seconds, dict):
-            last[process] = {str(name): float(value) for name, value in seconds.items() if isinstance(value, int | float)}
-    return last
-
-
-def seconds_before(metrics: Path, process: int) -> float:
-    """Seconds that earlier processes of a run have spent, as far as they could tell before they ended."""
-    return sum(sum(parts.values()) for number, parts in process_seconds(metrics).items() if number < process)

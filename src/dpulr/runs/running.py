@@ -15,15 +15,15 @@ from torch.nn.functional import cross_entropy
 from dpulr.experiments.training import Training
 from dpulr.forward.synthetic import call_model
 from dpulr.runs import building, checkpoint, results
-from dpulr.runs.clock import Clock
+from dpulr.runs.clock import Clock, seconds_before
 from dpulr.runs.errors import Interrupted, PrivacyRefusal, RunError, UsageError
 from dpulr.runs.files import append_line, locked, replace_file, replace_json, sync_folder
 from dpulr.runs.ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
+from dpulr.runs.opening import CONFIG, METRICS, RESULT, UNPROTECTED, open_config
 from dpulr.runs.scoring import Scores, score
-from dpulr.runs.settings import Settings, read_config
+from dpulr.runs.settings import Settings
 from dpulr.runs.stopping import Stop
 
-CONFIG, METRICS, RESULT, UNPROTECTED = "config.json", "metrics.jsonl", "result.json", "unprotected.jsonl"
 _CHECKPOINT_SECONDS = 60.0
 
 
@@ -117,16 +117,6 @@ def resume(
             ledger.record_resume(budget=budget, planned_steps=engine.planned_steps)
         clock.end("setup")
         return _Run(folder, settings, training, test, ledger, view, clock, stop, show_unprotected).train(about)
-
-
-def open_config(folder: Path) -> tuple[Settings, bytes]:
-    """The settings of a run, and the bytes that its ledger knows them by."""
-    if not folder.is_dir():
-        raise UsageError(f"there is no run {folder}.")
-    path = folder / CONFIG
-    if not path.is_file():
-        raise UsageError(f"{folder} is not a run: it has no {CONFIG}.")
-    return Settings.build(options=read_config(path)), path.read_bytes()
 
 
 def _training(
@@ -285,4 +275,4 @@ class _Run:
         return result
 
     def _earlier_seconds(self) -> float:
-        return results.seconds_before(self.folder / METRICS, self.ledger.resumes)
+        return seconds_before(self.folder / METRICS, self.ledger.resumes)

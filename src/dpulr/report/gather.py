@@ -1,0 +1,115 @@
+"""Everything a report shows of a run. What was spent is always priced from the ledger, never taken from a stored number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpulr import accounting
+from dpulr.runs.clock import process_seconds
+from dpulr.runs.errors import RunError
+from dpulr.runs.files import read_json, read_lines
+from dpulr.runs.ledger import DiskLedger, ledger_digest
+from dpulr.runs.opening import METRICS, RESULT, UNPROTECTED, open_config
+from dpulr.runs.settings import Settings
+
+Points = list[tuple[float, float]]
+_PRICED_STEPS = 24
+_DELTAS = tuple(10.0**-k for k in range(2, 11))
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as a reader sees it."""
+
+    name: str
+    folder: Path
+    settings: Settings
+    ledger: DiskLedger
+    spent: accounting.PrivacySpent
+    result: dict[str, Any]
+    accuracy: Points
+    loss: Points
+    epsilon: Points
+    profile: Points
+    seconds: dict[str, float]
+    unprotected: Points
+
+    @property
+    def last_accuracy(self) -> float | None:
+        return self.accuracy[-1][1] if self.accuracy else None
+
+    @property
+    def status(self) -> str:
+        """Said from the ledger: a killed run leaves no result."""
+        if self.ledger.steps >= self.ledger.planned_steps:
+            return "done"
+        return "interrupted" if self.result else "not finished"
+
+
+def gather(folder: Path, name: str) -> RunData:
+    settings, config = open_config(folder)
+    ledger = DiskLedger.open(folder, ledger_digest(config))
+    spent = accounting.privacy_spent(ledger.charges, ledger.start.target_delta)
+    metrics = read_lines(folder / METRICS)
+    return RunData(
+        name=name,
+        folder=folder,
+        settings=settings,
+        ledger=ledger,
+        spent=spent,
+        result=_result(folder, ledger),
+        accuracy=_points(metrics, "test_accuracy"),
+        loss=_points(metrics, "test_loss"),
+        epsilon=_epsilon_curve(ledger) if spent.epsilon is not None else [],
+        profile=_profile(ledger) if spent.epsilon is not None else [],
+        seconds=_seconds(folder / METRICS),
+        unprotected=_points(read_lines(folder / UNPROTECTED), "training_loss"),
+    )
+
+
+def _result(folder: Path, ledger: DiskLedger) -> dict[str, Any]:
+    """result.json, if it speaks of the state that the ledger is in."""
+    try:
+        value = read_json(folder / RESULT)
+    except (RunError, OSError):
+        return {}
+    return value if isinstance(value, dict) and value.get("steps") == ledger.steps else {}
+
+
+def _points(lines: Sequence[dict[str, Any]], key: str) -> Points:
+    found = []
+    for line in lines:
+        step, value = line.get("step"), line.get(key)
+        if _finite(step) and _finite(value):
+            found.append((float(step), float(value)))  # type: ignore[arg-type]
+    return sorted(found)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12 and math.isfinite(value)
+
+
+def _epsilon_curve(ledger: DiskLedger) -> Points:
+    last = ledger.steps
+    steps = sorted({round(last * k / _PRICED_STEPS) for k in range(_PRICED_STEPS + 1)} | ({1} if last else set()))
+    delta = ledger.start.target_delta
+    return [(float(step), accounting.epsilon(ledger.charges_after(step), delta)) for step in steps]
+
+
+def _profile(ledger: DiskLedger) -> Points:
+    """(delta, epsilon), where epsilon is finite."""
+    deltas = sorted({*_DELTAS, ledger.start.target_delta})
+    return [(d, e) for d, e in accounting.privacy_profile(ledger.charges, deltas) if math.isfinite(e)]
+
+
+def _seconds(metrics: Path) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for parts in process_seconds(metrics).values():
+        for name, value in parts.items():
+            if _finite(value) and value > 0:
+                total[name] = total.get(name, 0.0) + value
+    return total
