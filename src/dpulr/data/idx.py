@@ -5,12 +5,17 @@ from __future__ import annotations
 import gzip
 import hashlib
 import struct
+import zlib
+from collections.abc import Mapping
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
+
+from dpulr.data import catalog
 
 _MD5 = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -23,6 +28,29 @@ _MD5 = {
 def load_mnist() -> tuple[TensorDataset, TensorDataset]:
     """The 60,000 training and 10,000 test images that lie in the package, checked by MD5."""
     return _part("train"), _part("t10k")
+
+
+def load_folder(folder: Path, names: Mapping[str, str]) -> tuple[TensorDataset, TensorDataset]:
+    """Fashion-MNIST from a folder with its four idx files, plain or packed, each checked."""
+    parts = {name: parse(read_file(folder, name), name) for name in names}
+
+    def part(prefix: str) -> TensorDataset:
+        images = parts[f"{prefix}-images-idx3-ubyte"].unsqueeze(1)
+        return TensorDataset(scaled(images), parts[f"{prefix}-labels-idx1-ubyte"].long())
+
+    return part("train"), part("t10k")
+
+
+def read_file(folder: Path, name: str) -> bytes:
+    """The unpacked bytes of one file of Fashion-MNIST, checked."""
+    path = catalog.locate(folder, name)
+    if path is None:
+        raise ValueError(f"there is no {name} in {folder}.")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as problem:
+        raise ValueError(f"{path} is damaged: {problem}.") from problem
+    return catalog.verify(raw, catalog.FASHION, name, path)
 
 
 def _part(prefix: str) -> TensorDataset:

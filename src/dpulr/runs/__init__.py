@@ -6,20 +6,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dpulr.runs.blackbox import BlackBox, load
     from dpulr.runs.errors import Interrupted, PrivacyRefusal, RunError, UsageError
     from dpulr.runs.running import resume, start
     from dpulr.runs.scoring import Scores, score
     from dpulr.runs.settings import Settings
 
-__all__ = ["Interrupted", "PrivacyRefusal", "RunError", "Scores", "Settings", "UsageError", "resume", "score", "start"]
+__all__ = [
+    "BlackBox",
+    "Interrupted",
+    "PrivacyRefusal",
+    "RunError",
+    "Scores",
+    "Settings",
+    "UsageError",
+    "load",
+    "resume",
+    "score",
+    "start",
+]
 
 _HOME = {
+    "BlackBox": "blackbox",
     "Interrupted": "errors",
     "PrivacyRefusal": "errors",
     "RunError": "errors",
     "Scores": "scoring",
     "Settings": "settings",
     "UsageError": "errors",
+    "load": "blackbox",
     "resume": "running",
     "score": "scoring",
     "start": "running",

@@ -1,0 +1,33 @@
+"""`dpulr evaluate`: how good a saved model is, class by class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    dataset: Annotated[str | None, typer.Option(help="Another data set, whose test part is used.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, with the confusion matrix.")] = False,
+) -> None:
+    """Accuracy and a table by class, of the model in a run, on held-out data."""
+    from dpulr.runs.blackbox import load
+
+    box = load(run)
+    scores = box.score(dataset)
+    if as_json:
+        print(
+            json.dumps(
+                {"accuracy": scores.accuracy, "loss": scores.loss, "classes": scores.classes(), "confusion": scores.confusion}
+            )
+        )
+        return
+    print(f"{'class':>7} {'records':>8} {'recall':>8} {'precision':>10}")
+    for row in scores.classes():
+        recall, precision = ("-" if row[key] is None else f"{row[key]:.2%}" for key in ("recall", "precision"))
+        print(f"{row['class']:>7} {row['records']:>8} {recall:>8} {precision:>10}")
+    print(f"accuracy {scores.accuracy:.2%}   loss {scores.loss:.4f}")
