@@ -200,6 +200,26 @@ def test_operator_norm_of_the_gradient_map_is_at_most_one(space: str) -> None:
                 assert float((a @ v).norm()) <= 1, site
 
 
+class Moody(nn.Module):
+    """A black box that raises for one kind of record."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x[:, 0] > 50).any()):
+            raise KeyError("patient 17")
+        return x
+
+
+def test_a_record_that_raises_contributes_nothing() -> None:
+    model = nn.Sequential(Moody(), *mlp())
+    mechanism = bound(model, dpulr.HiddenDirection(subspace=None))
+    x, y = data(4).tensors
+    x[2, 0] = 100
+    parts = contribution(mechanism, x, y)
+    assert all(bool((part != 0).any()) for part in parts)
+    with pytest.raises(RuntimeError, match="raises for every record"):
+        contribution(mechanism, x[2:3], y[2:3])
+
+
 # --- the bit --------------------------------------------------------------------------------------------------------------
 def test_bits() -> None:
     difference = torch.tensor([[-3.0, 0.0, 1e-9, 2.0, math.nan, math.inf, -math.inf]])

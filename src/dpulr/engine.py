@@ -56,7 +56,7 @@ class PrivacyEngine:
         sampling: Literal["poisson", "shuffle"] = "poisson",
         rejection_threshold: int | Literal["auto"] = 0,
         min_dataset_size: int | None = None,
-        memory_limit: int = 512 * 2**20,
+        memory_limit: int | None = None,
         seed: int = 0,
         insecure_noise_seed: int | None = None,
         replay: Literal["auto", "trace", "hook"] = "auto",

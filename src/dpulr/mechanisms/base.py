@@ -36,13 +36,13 @@ class Mechanism(ABC):
     space: Space
 
     @abstractmethod
-    def bind(self, forward: Forward, *, memory_limit: int, seed: int) -> Bound: ...
+    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> Bound: ...
 
 
 class Bound(ABC):
     """A mechanism tied to the sites of a model. The release is one flat vector of `size` numbers, a part for each site."""
 
-    def __init__(self, forward: Forward, *, memory_limit: int, seed: int, subspace: int | None) -> None:
+    def __init__(self, forward: Forward, *, memory_limit: int | None, seed: int, subspace: int | None) -> None:
         self.forward = forward
         some = next(iter(forward.sites[0].parameters.values()))
         self.device, self.dtype = some.device, some.dtype
@@ -75,9 +75,28 @@ class Bound(ABC):
             coordinates.draw(self._public)
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         parts = self._parts(total)
-        for chunk in self.record_chunks(inputs, targets):
-            self.add(self.forward.clean(*chunk), directions, parts)
+        try:
+            for chunk in self.record_chunks(inputs, targets):
+                self.add(self.forward.clean(*chunk), directions, parts)
+        except Exception:  # whatever a black box may raise
+            total.zero_()
+            self._add_one_by_one(inputs, targets, directions, total)
         return total
+
+    def _add_one_by_one(self, inputs: Any, targets: Any, directions: Directions, total: Tensor) -> None:
+        """A record whose pass raises contributes nothing, as one with a NaN does: an error must not show which record it was."""
+        records, problem = _records(targets), None
+        raised = 0
+        for i in range(records):
+            alone = torch.zeros_like(total)
+            try:
+                self.add(self.forward.clean(*rows((inputs, targets), i, i + 1)), directions, self._parts(alone))
+            except Exception as error:
+                raised, problem = raised + 1, error
+            else:
+                total += alone
+        if raised == records:
+            raise RuntimeError(f"the model or the loss raises for every record: {problem}") from problem
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
         """Write the parameters' gradients that a release stands for, site by site."""
@@ -88,10 +107,15 @@ class Bound(ABC):
         return list(torch.split(flat, [coordinates.size for coordinates in self.coordinates]))
 
     # --- memory -------------------------------------------------------------------------------------------------------
-    def _room(self, memory_limit: int) -> int:
-        """What the limit leaves for records beside the release, which is held twice in float64 and twice in the model's type."""
+    def _room(self, memory_limit: int | None) -> int:
+        """What the limit leaves for records beside the release, which is held twice in float64 and twice in the model's type.
+
+        Without a limit: 512 MiB, or four times what one record needs if that is more.
+        """
         fixed = (16 + 2 * self.dtype.itemsize) * self.size
         least = fixed + 3 * max(self.row_bytes(site) for site in self.forward.sites)
+        if memory_limit is None:
+            return max(512 * 2**20, 4 * (least - fixed))
         if memory_limit < least:
             raise ValueError(f"memory_limit is {memory_limit} bytes, but a step on one record of this model takes about {least}.")
         return memory_limit - fixed

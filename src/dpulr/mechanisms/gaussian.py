@@ -60,12 +60,12 @@ class Gaussian(Mechanism):
             if self.clipping == "joint":
                 raise ValueError("layer_weights are for clipping='per-layer'; joint clipping has one bound for all layers.")
 
-    def bind(self, forward: Forward, *, memory_limit: int, seed: int) -> BoundGaussian:
+    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundGaussian:
         return BoundGaussian(self, forward, memory_limit=memory_limit, seed=seed)
 
 
 class BoundGaussian(Bound):
-    def __init__(self, settings: Gaussian, forward: Forward, *, memory_limit: int, seed: int) -> None:
+    def __init__(self, settings: Gaussian, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
         super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=settings.subspace)
         self.settings = settings
         self.bounds = self._layer_bounds()

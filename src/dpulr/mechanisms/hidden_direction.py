@@ -70,12 +70,12 @@ class HiddenDirection(Mechanism):
         if self.subspace not in ("auto", None) and (not isinstance(self.subspace, int) or self.subspace < 1):
             raise ValueError(f"subspace is {self.subspace!r}; it must be 'auto', None or a whole number of at least 1.")
 
-    def bind(self, forward: Forward, *, memory_limit: int, seed: int) -> BoundHiddenDirection:
+    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundHiddenDirection:
         return BoundHiddenDirection(self, forward, memory_limit=memory_limit, seed=seed)
 
 
 class BoundHiddenDirection(Bound):
-    def __init__(self, settings: HiddenDirection, forward: Forward, *, memory_limit: int, seed: int) -> None:
+    def __init__(self, settings: HiddenDirection, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
         subspace = _AUTO_SUBSPACE if settings.subspace == "auto" else settings.subspace
         super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=subspace)
         self.settings = settings
