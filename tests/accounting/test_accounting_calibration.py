@@ -10,7 +10,7 @@ from dpulr import accounting as acc
 
 
 @given(st.floats(0.01, 50), st.floats(1e-4, 1.0), st.integers(1, 5000), st.floats(1e-8, 1e-3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_gaussian_noise_never_overshoots(target, rate, steps, delta):
     noise = acc.calibrate(target_epsilon=target, delta=delta, sample_rate=rate, steps=steps)
     setting = {"sample_rate": rate, "steps": steps, "delta": delta}

@@ -23,7 +23,7 @@ def gaussian(noise, rate, **more):
 
 
 @given(noises, rates, counts, st.floats(1.02, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_monotone_in_every_argument(noise, rate, steps, factor):
     base = acc.epsilon([acc.Charge(gaussian(noise, rate), steps)], DELTA)
     assert acc.epsilon([acc.Charge(gaussian(noise * factor, rate), steps)], DELTA) <= base * SLACK
@@ -33,7 +33,7 @@ def test_monotone_in_every_argument(noise, rate, steps, factor):
 
 
 @given(noises, rates, counts, counts)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_splitting_and_order_do_not_matter(noise, rate, first, second):
     one, two = gaussian(noise, rate), gaussian(noise * 1.5, rate)
     whole = acc.epsilon([acc.Charge(one, first), acc.Charge(two, second)], DELTA)
@@ -47,7 +47,7 @@ def test_splitting_and_order_do_not_matter(noise, rate, first, second):
 
 
 @given(noises, rates, counts, st.floats(0.5, 10), rates, counts)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_mixture_of_steps_costs_between_the_larger_part_and_the_sum(noise, rate, steps, noise2, rate2, steps2):
     first, second = acc.Charge(gaussian(noise, rate), steps), acc.Charge(gaussian(noise2, rate2), steps2)
     joint = acc.epsilon([first, second], DELTA)
@@ -121,7 +121,7 @@ def test_no_numerical_trouble_over_the_stated_range(dims, repeats, noise, rate, 
 
 
 @given(st.floats(1e-3, 1e4), st.floats(1e-7, 1.0), st.integers(1, 10**7), st.floats(1e-12, 0.5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_gaussian_over_a_wide_range(noise, rate, steps, delta):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

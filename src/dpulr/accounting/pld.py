@@ -13,6 +13,7 @@ from scipy import fft
 from dpulr.accounting.pairs import Array, Cells, Indices, spread
 
 ADDED_VARIANCE = 0.00025  # the grid may add this share to the variance of the loss
+FAINTEST = -110.0  # logarithm of a transform's modulus that counts as zero
 FEWEST_BINS, MOST_BINS = 1 << 15, 1 << 22
 TAIL_SHARE = 1e-4  # share of delta spent on what lies outside the window, per side and per cause
 ERROR_SHARE = 1e-2  # share of delta that the transform's error may take before extended precision is tried
@@ -124,27 +125,34 @@ def _curve(parts: Sequence[tuple[Indices, Array, int]], step: float, always: flo
 
 def _convolve(folded: Sequence[tuple[Array, int]], allowed: float) -> tuple[Array, float]:
     """Circular convolution of all powers, and a bound on its total error. Extended precision where that bound needs it."""
-    composed, error = _convolve_in(np.dtype(np.float64), folded)
+    everywhere = np.arange(len(folded[0][0]) // 2 + 1)
+    composed, error, decay = _convolve_in(np.dtype(np.float64), folded, everywhere)
     if error > allowed and np.finfo(np.longdouble).eps < np.finfo(np.float64).eps:
-        composed, error = _convolve_in(np.dtype(np.longdouble), folded)
+        composed, error, _ = _convolve_in(np.dtype(np.longdouble), folded, np.flatnonzero(decay > FAINTEST))
     return composed, error
 
 
-def _convolve_in(real: np.dtype[Any], folded: Sequence[tuple[Array, int]]) -> tuple[Array, float]:
+def _convolve_in(real: np.dtype[Any], folded: Sequence[tuple[Array, int]], live: Indices) -> tuple[Array, float, Array]:
+    """The convolution in one precision, its error bound, and the logarithm of the modulus of its transform.
+
+    live: frequencies to compute; the transform's modulus at the others is below e^FAINTEST.
+    """
     size = len(folded[0][0])
-    rounding = STAGES * np.finfo(real).eps / 2
+    rounding = float(STAGES * np.finfo(real).eps / 2)
+    decay, growth = np.zeros(size // 2 + 1), np.zeros(size // 2 + 1)  # the exact modulus is at most e^(decay + growth)
     logarithm: Any = 0.0
-    largest: Any = 0.0  # logarithm of the most the exact product can be
     for mass, count in folded:
         value = fft.rfft(mass.astype(real))
-        magnitude = np.abs(value)
-        logarithm = logarithm + count * np.log(np.where(magnitude > 1e-300, value, real.type(1e-300)))
-        largest = largest + count * np.log(magnitude + rounding)
-    transform = np.exp(logarithm)
+        modulus = np.maximum(np.abs(value), 1e-300).astype(np.float64)
+        decay += count * np.log(modulus)
+        growth += count * np.log1p(rounding / modulus)
+        logarithm = logarithm + count * np.log(np.where(modulus[live] > 1e-300, value[live], real.type(1e-300)))
+    transform = np.zeros(size // 2 + 1, dtype=np.result_type(real, np.complex128))
+    transform[live] = np.exp(logarithm)
     # The L1 error of the result is at most the L2 error of its transform (section 5); the spectrum has two halves.
-    excess = np.exp(largest) * -np.expm1(np.minimum(logarithm.real - largest, 0.0))
-    error = math.sqrt(2.0 * float(np.sum(excess**2))) + math.sqrt(2.0 * float(np.sum(np.abs(rounding * transform) ** 2)))
-    return fft.irfft(transform, size).astype(np.float64), error
+    excess = np.exp(np.minimum(decay + growth, 0.0)) * -np.expm1(-growth)
+    error = math.sqrt(2.0) * float(np.linalg.norm(excess) + rounding * np.linalg.norm(np.abs(transform).astype(np.float64)))
+    return fft.irfft(transform, size).astype(np.float64), error + size * math.exp(FAINTEST), decay
 
 
 def _without_far_tail(index: Indices, mass: Array, allowed: float) -> tuple[Indices, Array, float]:
@@ -157,6 +165,8 @@ def _without_far_tail(index: Indices, mass: Array, allowed: float) -> tuple[Indi
 
 def _gathered(index: Indices, mass: Array) -> tuple[Indices, Array]:
     """Each grid point with mass once, in rising order."""
+    if not len(index):
+        return index, mass
     first = int(index.min())
     if int(index.max()) - first < MOST_BINS:
         points, place = None, index - first
