@@ -130,6 +130,7 @@ class LiveView(PlainView):
     def result(self, result: Mapping[str, Any]) -> None:
         if self.about:
             self.refresh(force=True)
+        self.live.stop()
         for text in summary(result):
             self.console.print(text, highlight=False)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 460, 250
-LEFT, RIGHT, TOP, BOTTOM = 56, 14, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 56, 24, 14, 40
 COLOURS = 6
 
 
@@ -38,7 +38,7 @@ class Axis:
         if self.log:
             first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
             return [float(k) for k in range(first, last + 1, max(1, (last - first) // 5))]
-        step = nice_step((high - low) / 5)
+        step = nice_step((high - low) / 6)
         count = math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9)
         return [(math.ceil(low / step - 1e-9) + k) * step for k in range(count + 1)]
 
@@ -119,6 +119,4 @@ def _range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
         low = min(low, 0.0)
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = (low - 0.5, high + 0.5) if not axis.from_zero or high == 0 else (low, high * 1.1 or 1.0)
-    if not axis.log:
-        high += 0.04 * (high - low) if axis.label == "" else 0.0
     return low, high

@@ -14,7 +14,7 @@ from dpulr.report.charts import COLOURS, Axis, Series, bar_chart, line_chart
 from dpulr.report.gather import RunData
 from dpulr.report.style import STYLE
 
-_STEPS = Axis("step", lambda value: f"{value:,.0f}")
+_STEPS = Axis("step", lambda value: f"{value:,.0f}", from_zero=True)
 _PARTS = {
     "setup": "set-up",
     "steps": "steps",
@@ -39,20 +39,13 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def _single(run: RunData) -> str:
-    blocks = [
-        _guarantee(run),
-        _figures(run),
-        '<div class="cards">',
-        *_curves([run]),
-        _card("Where the time went", _time(run)),
-        "</div>",
-    ]
+    cards = [*_curves([run]), _card("Where the time went", _time(run)), _card("Run and versions", _facts(run))]
+    blocks = [_guarantee(run), _figures(run), '<div class="cards">', *cards, "</div>"]
     if run.unprotected:
         chart = line_chart("Training loss", [Series(run.name, run.unprotected, 3)], _STEPS, Axis(""))
         note = "<p><strong>Not covered by the guarantee.</strong> It was stored because --show-unprotected was given.</p>"
         blocks.append(_card("Unprotected: training loss of the batches", note + chart, "warning"))
-    blocks += ['<div class="cards">', _card("Settings", _settings(run)), _card("Run and versions", _facts(run)), "</div>"]
-    return "\n".join(blocks)
+    return "\n".join([*blocks, _card("Settings", _settings(run))])
 
 
 def _several(runs: Sequence[RunData]) -> str:
@@ -60,7 +53,7 @@ def _several(runs: Sequence[RunData]) -> str:
     rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in _row(i, run))}</tr>" for i, run in enumerate(runs))
     table = f'<div class="scroll"><table><tr>{"".join(f"<th>{h}</th>" for h in heads)}</tr>{rows}</table></div>'
     differing = _differences(runs)
-    parts = [_card("Results", table), '<div class="cards">', *_curves(runs), _card("Settings that differ", differing), "</div>"]
+    parts = [_card("Results", table), '<div class="cards">', *_curves(runs), "</div>", _card("Settings that differ", differing)]
     return "\n".join([*parts, *(_guarantee(run, run.name) for run in runs)])
 
 
