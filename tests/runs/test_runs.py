@@ -1,0 +1,260 @@
+"""Run folders: what they hold, going on, budgets, locks, signals, and what is never stored."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_cli import SMALL, Ended
+
+import dpulr
+from dpulr import accounting
+from dpulr.experiments.mnist import MAIN
+from dpulr.runs import Settings, building, checkpoint
+from dpulr.runs.files import read_lines
+from dpulr.runs.ledger import DiskLedger, ledger_digest
+
+Cli = Callable[..., Ended]
+HERE = Path(__file__).parent
+
+
+def result(folder: Path) -> dict[str, object]:
+    return dict(json.loads((folder / "result.json").read_text()))
+
+
+def ledger(folder: Path) -> DiskLedger:
+    return DiskLedger.open(folder, ledger_digest((folder / "config.json").read_bytes()))
+
+
+def test_the_defaults_are_the_main_job() -> None:
+    recipe = building.recipe(Settings())
+    assert {**recipe.describe(), "model": "mlp"} == MAIN.describe()
+    assert isinstance(building.make_model(Settings()), type(dpulr.models.mlp()))
+
+
+def test_a_run_is_a_folder(finished: Path) -> None:
+    names = {path.name for path in finished.iterdir() if not path.name.startswith(".")}
+    assert names == {
+        *("config.json", "ledger.jsonl", "ledger.head", "metrics.jsonl", "result.json"),
+        *("model.safetensors", "checkpoint.safetensors"),
+    }
+    found = result(finished)
+    for field in (
+        *("mechanism", "guarantee", "epsilon", "nominal_epsilon", "delta", "steps", "sample_rate", "noise_multiplier"),
+        *("test_accuracy", "seconds", "forward_passes", "seed", "version"),
+    ):
+        assert field in found
+    assert found["guarantee"] == "certified"
+    noise = float(str(found["noise_multiplier"]))
+    priced = accounting.gaussian_epsilon(noise_multiplier=noise, sample_rate=0.1, steps=12, delta=1e-5)
+    assert found["epsilon"] == pytest.approx(priced, abs=1e-12)
+    assert found["forward_passes"] == 12 * (1 + 2 * 2 * 2)
+    assert [line["step"] for line in read_lines(finished / "metrics.jsonl")] == [4, 8, 12]
+
+
+def test_config_alone_repeats_the_run(finished: Path, tmp_path: Path, run_cli: Cli) -> None:
+    again = tmp_path / "again"
+    assert run_cli("train", "--config", finished / "config.json", "--out", again).code == 0
+    assert (again / "config.json").read_bytes() == (finished / "config.json").read_bytes()
+    first, second = result(finished), result(again)
+    assert {k: first[k] for k in ("epsilon", "steps", "noise_multiplier")} == {
+        k: second[k] for k in ("epsilon", "steps", "noise_multiplier")
+    }
+    assert first["run"] != second["run"]
+    weights = [load_file(folder / "model.safetensors")["0.weight"] for folder in (finished, again)]
+    assert not torch.equal(*weights)  # the noise is never the same
+
+
+def test_toml_options_and_sets(tmp_path: Path, run_cli: Cli) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text('batch_size = 30\nepochs = 3\nseed = 1\n[mechanism]\nname = "gaussian"\nsigma = 0.2\nrepeats = 5\n')
+    ended = run_cli("train", "--config", config, "--epochs", 4, "--set", "seed=9", "--set", "mechanism.sigma=0.3", "--dry-run")
+    found = json.loads(ended.out)
+    assert (found["batch_size"], found["epochs"], found["seed"], found["repeats"]) == (30, 4.0, 9, 5)
+    assert (found["mechanism"], found["mechanism_options"]) == ("gaussian", {"sigma": 0.3})
+    assert run_cli("train", "--set", "target_epsilon=none", "--set", "noise_multiplier=2", "--dry-run").code == 0
+
+
+def test_what_is_not_covered_is_not_stored(finished: Path, tmp_path: Path, run_cli: Cli) -> None:
+    stored = b"".join(path.read_bytes() for path in finished.iterdir() if path.suffix in (".json", ".jsonl", ".head"))
+    assert b"training_loss" not in stored
+    assert b'unprotected_shown": false' in stored
+    folder = tmp_path / "open"
+    ended = run_cli("train", *SMALL, "--steps", 3, "--out", folder, "--show-unprotected")
+    lines = read_lines(folder / "unprotected.jsonl")
+    assert len(lines) == 3
+    assert all(line["unprotected"] is True and {"batch_size", "training_loss"} < set(line) for line in lines)
+    assert ended.out.count("UNPROTECTED, not covered by the guarantee") == 3
+    assert result(folder)["unprotected_shown"] is True
+    assert not any("training_loss" in line for line in read_lines(folder / "metrics.jsonl"))
+
+
+def test_json_lines(tmp_path: Path, run_cli: Cli) -> None:
+    ended = run_cli("train", *SMALL, "--steps", 3, "--out", tmp_path / "run", "--json")
+    events = [json.loads(line) for line in ended.out.splitlines()]
+    assert [event["event"] for event in events if event["event"] != "note"] == ["begin", "metrics", "metrics", "metrics", "result"]
+    assert events[-1]["epsilon"] == result(tmp_path / "run")["epsilon"]
+
+
+# --- budget -------------------------------------------------------------------------------------------------------------
+def test_training_stops_before_the_budget(tmp_path: Path, run_cli: Cli) -> None:
+    folder = tmp_path / "run"
+    assert run_cli("train", *SMALL, "--steps", 500, "--noise-multiplier", 2, "--out", folder).code == 0
+    found = result(folder)
+    steps = int(str(found["steps"]))
+    assert 0 < steps < 500
+    price = [accounting.gaussian_epsilon(noise_multiplier=2, sample_rate=0.1, steps=n, delta=1e-5) for n in (steps, steps + 1)]
+    assert price[0] <= 2 < price[1]
+    assert run_cli("resume", folder).code == 0
+    assert result(folder) == found
+    refused = run_cli("resume", folder, "--steps", steps + 1)
+    assert refused.code == 3
+    assert "Raise it with --target-epsilon" in refused.err
+    assert run_cli("resume", folder, "--target-epsilon", 1.5).code == 3
+    assert ledger(folder).steps == steps
+
+
+def test_raising_the_budget_is_explicit_and_recorded(finished: Path, run_cli: Cli) -> None:
+    assert run_cli("resume", finished, "--target-epsilon", 2.3).code == 0
+    after = ledger(finished)
+    assert after.budget == 2.3
+    assert after.steps > 12
+    assert 2 < after.epsilon(1e-5) <= 2.3
+    assert accounting.epsilon([accounting.Charge(after.charges[0].step, after.steps + 1)], 1e-5) > 2.3  # as many as fit
+    entry = next(line for line in read_lines(finished / "ledger.jsonl") if line["kind"] == "resume")
+    assert (entry["raised_from"], entry["target_epsilon"]) == (2.0, 2.3)
+    assert json.loads((finished / "config.json").read_text())["target_epsilon"] == 2.0
+
+
+def test_a_budget_too_small_for_one_step_is_refused(tmp_path: Path, run_cli: Cli) -> None:
+    ended = run_cli(
+        "train", *SMALL, "--steps", 5, "--noise-multiplier", "0.3", "--target-epsilon", "0.1", "--out", tmp_path / "run"
+    )
+    assert (ended.code, "not one step fits" in ended.err) == (3, True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("voiding", [("--sampling", "shuffle"), ("--insecure-noise-seed", "3")])
+def test_no_guarantee_must_be_asked_for(tmp_path: Path, run_cli: Cli, voiding: tuple[str, str]) -> None:
+    arguments = ("train", *SMALL, "--steps", 4, *voiding, "--out", tmp_path / "run")
+    assert run_cli(*arguments).code == 3
+    assert run_cli(*arguments, "--allow-uncertified").code == 0
+    found = result(tmp_path / "run")
+    assert (found["guarantee"], found["epsilon"]) == ("none", None)
+
+
+# --- going on -----------------------------------------------------------------------------------------------------------
+def test_steps_after_the_checkpoint_count_as_spent(finished: Path, run_cli: Cli) -> None:
+    """As if the process had been killed in the middle of two steps after the checkpoint."""
+    before = ledger(finished)
+    step = before.charges[0].step
+    before.append(step)
+    before.append(step)
+    assert run_cli("resume", finished, "--target-epsilon", 3, "--steps", 16).code == 0
+    found = result(finished)
+    assert (found["steps"], found["updates_kept"], found["resumes"]) == (16, 14, 1)
+    assert found["epsilon"] == ledger(finished).epsilon(1e-5)
+
+
+def test_checkpoints_hold_no_pickle_and_no_generator(finished: Path) -> None:
+    tensors, about = checkpoint.read(finished / checkpoint.CHECKPOINT)
+    assert set(about) == {"run", "steps", "applied", "entries", "head", "optimizer", "groups"}
+    assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}
+    assert sum(t.numel() for t in tensors.values()) == 2 * 83  # weights and momentum, nothing else
+
+
+def test_resumed_runs_draw_fresh_entropy(finished: Path, tmp_path: Path, run_cli: Cli) -> None:
+    """Two copies of one state, resumed: were noise repeated from a stored generator, they would agree."""
+    copies = []
+    for name in ("a", "b"):
+        copy = tmp_path / name
+        copy.mkdir()
+        for path in finished.iterdir():
+            (copy / path.name).write_bytes(path.read_bytes())
+        assert run_cli("resume", copy, "--target-epsilon", 2.2, "--steps", 13).code == 0
+        copies.append(load_file(copy / "model.safetensors")["0.weight"])
+    assert not torch.equal(*copies)
+
+
+def test_optimizer_and_average_survive_a_resume(tmp_path: Path, run_cli: Cli) -> None:
+    folder = tmp_path / "run"
+    assert run_cli("train", *SMALL, "--steps", 6, "--average", 0.9, "--out", folder).code == 0
+    tensors, _ = checkpoint.read(folder / checkpoint.CHECKPOINT)
+    settings = Settings.build(folder / "config.json")
+    model = building.make_model(settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    checkpoint.load_training(folder, run=str(result(folder)["run"]), model=model, optimizer=optimizer, average=average)
+    momentum = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    assert all(torch.equal(m, tensors[f"optimizer.{i}.momentum_buffer"]) for i, m in enumerate(momentum))
+    assert int(average.n_averaged) == 6
+    assert torch.equal(load_file(folder / "model.safetensors")["0.weight"], average.module[0].weight)
+
+
+def test_adam_round_trip(tmp_path: Path) -> None:
+    """Optimizers with whole numbers, pairs and switches in their state."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.95))
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    checkpoint.save_training(tmp_path, model=model, optimizer=optimizer, average=None, about={"run": "x"})
+    other = torch.nn.Linear(3, 2)
+    restored = torch.optim.Adam(other.parameters())
+    checkpoint.load_training(tmp_path, run="x", model=other, optimizer=restored, average=None)
+    for first, second in ((optimizer, restored),):
+        first.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        second.zero_grad()
+        other(torch.ones(1, 3)).sum().backward()
+        first.step()
+        second.step()
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_a_second_process_is_refused(finished: Path, run_cli: Cli) -> None:
+    handle = os.open(finished / ".lock", os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        ended = run_cli("resume", finished)
+        assert (ended.code, "another process" in ended.err) == (3, True)
+    finally:
+        os.close(handle)
+    assert run_cli("resume", finished).code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_cleanly(tmp_path: Path, number: int, run_cli: Cli) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "dpulr.cli", "train", *SMALL, "--steps", "100000", "--out", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end:
+        if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").read_bytes().count(b"\n") > 8:
+            break
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "dpulr resume" in err
+    found = result(folder)
+    assert found["status"] == "interrupted"
+    assert checkpoint.read(folder / checkpoint.CHECKPOINT)[1]["steps"] == found["steps"] == ledger(folder).steps
+
+
+def test_an_existing_folder_is_left_alone(finished: Path, tmp_path: Path, run_cli: Cli) -> None:
+    before = {path.name: path.read_bytes() for path in finished.iterdir()}
+    ended = run_cli("train", *SMALL, "--out", finished)
+    assert (ended.code, "dpulr resume" in ended.err) == (2, True)
+    assert {path.name: path.read_bytes() for path in finished.iterdir()} == before
