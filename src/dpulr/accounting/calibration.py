@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from dpulr.accounting import cache, checks
-from dpulr.accounting.events import Charge, GaussianRelease, Release, SampledStep, to_dict
+from dpulr.accounting.events import Charge, GaussianRelease, PaperRelease, Release, SampledStep, to_dict
 from dpulr.accounting.functions import PerLayer, hidden_direction_release
 from dpulr.accounting.pricing import epsilon, total_shift
-from dpulr.accounting.small_signal import equivalent_noise, likely_noise
+from dpulr.accounting.small_signal import equivalent_noise, likely_noise, likely_shift
 
 TOLERANCE = 5e-4  # relative width at which the search for the noise ends
 LEAST_NOISE, MOST_NOISE = 1e-3, 1e7
+MOST_STEPS = 10**9
 
 
 def calibrate(
@@ -172,17 +173,44 @@ def max_steps(
     checks.delta(delta)
     spent = list(already)
 
-    def fits(count: int) -> bool:
-        return epsilon([*spent, Charge(step, count)], delta, method) <= target_epsilon
+    def price(count: int) -> float:
+        return epsilon([*spent, Charge(step, count)], delta, method)
 
-    if not fits(1):
+    low, low_price = 0, price(0)
+    if low_price > target_epsilon:
         return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, high * 4
-        if high > 10**9:
+    high, high_price, factor = 0, 0.0, 1.3
+    count = _likely_steps(step, target_epsilon, delta)
+    while not high:
+        value = price(count)
+        if value > target_epsilon:
+            high, high_price = count, value
+        elif count >= MOST_STEPS:
             raise ValueError("More than 1e9 steps fit: the target does not limit this step.")
+        else:
+            low, low_price = count, value
+            count, factor = min(math.ceil(count * factor) + 1, MOST_STEPS), min(factor**2, 16.0)
+    factor = 1.3
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if low == 0:
+            count, factor = int(high / factor), min(factor**2, 16.0)  # from a guess that was too high, downwards
+        elif low_price > 0 and high_price < math.inf and factor < 2:
+            # Interpolate, both scales logarithmic; where the function is smooth the answer is within a step or two.
+            share = math.log(target_epsilon / low_price) / math.log(high_price / low_price)
+            count, factor = round(low * (high / low) ** share), factor * 1.3
+        else:
+            count, factor = (low + high) // 2, 1.3
+        count = min(max(count, low + 1), high - 1)
+        value = price(count)
+        low, low_price, high, high_price = (
+            (count, value, high, high_price) if value <= target_epsilon else (low, low_price, count, value)
+        )
     return low
+
+
+def _likely_steps(step: SampledStep, target_epsilon: float, delta: float) -> int:
+    """About how many steps fit; any error only costs time."""
+    if isinstance(step.release, PaperRelease):
+        return 1
+    per_step = step.sample_rate**2 * math.expm1(min(equivalent_noise(step.release) ** -2, 50.0))
+    return min(max(1, int(likely_shift(target_epsilon, delta) ** 2 / per_step)), MOST_STEPS // 2)

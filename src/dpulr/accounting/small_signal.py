@@ -32,14 +32,19 @@ def mean_height(dim: int) -> float:
 
 def likely_noise(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
     """A noise multiplier near the target, from the central limit theorem for sampled Gaussians."""
+    shift = likely_shift(target_epsilon, delta)
+    return 1 / math.sqrt(math.log1p((shift / sample_rate) ** 2 / steps))
 
-    def gap(log_mu: float) -> float:
-        mu = math.exp(log_mu)
-        a, b = mu / 2, target_epsilon / mu
+
+def likely_shift(target_epsilon: float, delta: float) -> float:
+    """The shift between two unit normals that has this epsilon and delta."""
+
+    def gap(log_shift: float) -> float:
+        shift = math.exp(log_shift)
+        a, b = shift / 2, target_epsilon / shift
         return float(special.ndtr(a - b)) - math.exp(target_epsilon + float(special.log_ndtr(-a - b))) - delta
 
     try:
-        mu = math.exp(optimize.brentq(gap, -14.0, math.log(60.0), xtol=1e-3))
+        return math.exp(optimize.brentq(gap, -14.0, math.log(60.0), xtol=1e-3))
     except (ValueError, OverflowError):
         return 1.0
-    return 1 / math.sqrt(math.log1p((mu / sample_rate) ** 2 / steps))
