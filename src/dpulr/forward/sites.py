@@ -117,8 +117,8 @@ class Site:
             )
         self.space = space
         self.dim = output_dim if space == "output" else weight_dim
-        fan_in = max((numel(p.shape[1:]) for p in layer.parameters.values() if p.dim() > 1), default=1)
-        self.scale = 1.0 if space == "output" else 1 / math.sqrt(fan_in)
+        self.fan_in = max((numel(p.shape[1:]) for p in layer.parameters.values() if p.dim() > 1), default=1)
+        self.scale = 1.0 if space == "output" else 1 / math.sqrt(self.fan_in)
         """Weights are perturbed by so much less that the output moves about as far as it does in output space."""
 
     def __repr__(self) -> str:

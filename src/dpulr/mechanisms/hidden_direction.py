@@ -30,7 +30,7 @@ class HiddenDirection(Mechanism):
     """Settings.
 
     repeats        directions a record and layer
-    layer_weights  the bounds C_l of the layers: numbers, or "auto" (equal guess of all gradients, from public quantities only)
+    layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
     radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
     kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
     frames         size of orthonormal blocks of directions (Theorem 2); it divides repeats
@@ -114,9 +114,10 @@ class BoundHiddenDirection(Bound):
         """The bound C_l of each layer. Public: it depends on shapes and settings only."""
         if self.settings.layer_weights != "auto":
             return tuple(float(weight) for weight in self.settings.layer_weights)
+        guesses = [math.sqrt(site.fan_in) for site in self.forward.sites]
         costs = [
-            LayerCost.exact() if i == self.exact else LayerCost.hidden(coordinates.dim, self.settings.repeats)
-            for i, coordinates in enumerate(self.coordinates)
+            LayerCost.exact(gradient) if i == self.exact else LayerCost.hidden(coordinates.dim, self.settings.repeats, gradient)
+            for i, (coordinates, gradient) in enumerate(zip(self.coordinates, guesses, strict=True))
         ]
         return balanced(costs, noise_multiplier)
 

@@ -1,7 +1,7 @@
 """Layer weights from public quantities: how to share a budget among layers (docs/theory.md, section 3, "Layer weights").
 
-With c_l = C_l / noise, a layer's useful signal is rho_l c_l, and its cost in the small-signal approximation is
-rho_l^2 c_l^2 + c_l^4 / (2 d_l K). At the best shares all layers have the same marginal signal per cost.
+With c_l = C_l / noise, a layer's useful signal is G_l rho_l c_l, G_l a public guess of its gradient's norm, and its cost in the
+small-signal approximation is rho_l^2 c_l^2 + c_l^4 / (2 d_l K). At the best shares the marginal signal per cost is the same everywhere.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ def mean_overlap(dim: int) -> float:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Signal per unit of c (`slope`) and the factor of c^4 in the cost (`quartic`)."""
+    """Signal per unit of c and of gradient (`slope`), the factor of c^4 in the cost (`quartic`), the guessed gradient."""
 
     slope: float
     quartic: float
+    gradient: float = 1.0
 
     @classmethod
-    def hidden(cls, dim: int, repeats: int) -> LayerCost:
-        return cls(mean_overlap(dim), 1 / (2 * dim * repeats))
+    def hidden(cls, dim: int, repeats: int, gradient: float = 1.0) -> LayerCost:
+        return cls(mean_overlap(dim), 1 / (2 * dim * repeats), gradient)
 
     @classmethod
-    def exact(cls) -> LayerCost:
-        return cls(1.0, 0.0)
+    def exact(cls, gradient: float = 1.0) -> LayerCost:
+        return cls(1.0, 0.0, gradient)
 
     def share(self, price: float) -> float:
-        """The root c of slope = 2 price c (slope^2 + 2 quartic c^2): a cubic with one real root."""
-        cubic, linear = 4 * price * self.quartic, 2 * price * self.slope**2
+        """The root c of gradient * slope = 2 price c (slope^2 + 2 quartic c^2): a cubic with one real root."""
+        signal, cubic, linear = self.gradient * self.slope, 4 * price * self.quartic, 2 * price * self.slope**2
         if cubic == 0:
-            return self.slope / linear
-        root = math.asinh(1.5 * self.slope / linear * math.sqrt(3 * cubic / linear)) / 3
+            return signal / linear
+        root = math.asinh(1.5 * signal / linear * math.sqrt(3 * cubic / linear)) / 3
         return 2 * math.sqrt(linear / (3 * cubic)) * math.sinh(root)
 
 
