@@ -1,4 +1,4 @@
-"""The `hidden-direction` mechanism: a literal step, and a test for each condition of docs/theory.md, section 3.
+"""The `hidden-direction` mechanism: a literal step, and a test for each condition of docs/theory.md, section 6.
 
 Statistical tests have fixed seeds; their false-alarm rates are stated.
 """

@@ -1,4 +1,4 @@
-"""Which records a step sees (docs/theory.md, section 2), and how they are read from a data set.
+"""Which records a step sees (docs/theory.md, sections 1 and 3), and how they are read from a data set.
 
 Public settings are fields; what is private (the data, the random state) is an argument.
 """

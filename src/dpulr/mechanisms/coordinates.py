@@ -1,7 +1,7 @@
 """The coordinates a site's directions and its part of the release live in: the whole space, or a public random subspace of it.
 
 A subspace is drawn for each step from public randomness. Directions are hidden inside it, the release and its noise have its
-(fewer) coordinates, and the gradient is lifted back (docs/theory.md, section 3, "Public subspaces").
+(fewer) coordinates, and the gradient is lifted back (docs/theory.md, section 6).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`gaussian`: forward gradient estimates, clipped record by record, plus normal noise (docs/theory.md, section 2).
+"""`gaussian`: forward gradient estimates, clipped record by record, plus normal noise (docs/theory.md, section 3).
 
 Whatever the estimator, a record's vector depends on that record, the parameters and fresh randomness only; so the ordinary Gaussian
 mechanism with Poisson sampling certifies it. The estimators are the paper's likelihood ratio and two of lower variance.

@@ -1,4 +1,4 @@
-"""`hidden-direction`: each record perturbs in a secret direction and keeps one bit (docs/theory.md, section 3).
+"""`hidden-direction`: each record perturbs in a secret direction and keeps one bit (docs/theory.md, section 6).
 
 Record i draws z uniform on a sphere, runs the model at +radius z and -radius z, and keeps b in [-1, 1]: the sign of the difference
 of the two losses, or that difference clipped. Its signal is C A z b with ||A|| <= 1. That nobody knows z is credited in epsilon.

@@ -1,7 +1,8 @@
-"""Layer weights from public quantities: how to share a budget among layers (docs/theory.md, section 3, "Layer weights").
+"""Layer weights from public quantities: how to share a budget among layers (docs/theory.md, section 8).
 
 With c_l = C_l / noise, a layer's useful signal is G_l rho_l c_l, G_l a public guess of its gradient's norm, and its cost in the
-small-signal approximation is rho_l^2 c_l^2 + c_l^4 / (2 d_l K). At the best shares the marginal signal per cost is the same everywhere.
+small-signal approximation is rho_l^2 c_l^2 + c_l^4 / (2 d_l K). At the best shares the marginal signal
+per cost is the same everywhere.
 """
 
 from __future__ import annotations
