@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import dpulr
+from dpulr.experiments.baselines import OpacusDPSGD, run_opacus
 from dpulr.mechanisms import Mechanism, by_name
 
 
@@ -21,7 +22,7 @@ from dpulr.mechanisms import Mechanism, by_name
 class Recipe:
     """Public settings of a run. `holdout` takes the last so many training records as test set, for tuning."""
 
-    mechanism: str | Mechanism = "hidden-direction"
+    mechanism: str | Mechanism | OpacusDPSGD = "hidden-direction"
     dataset: str = "mnist"
     model: str = "mlp"
     batch_size: int = 500
@@ -42,7 +43,7 @@ class Recipe:
 
     def describe(self) -> dict[str, Any]:
         """The recipe as plain values. Fields that older results don't know are left out while they hold their defaults."""
-        mechanism = by_name(self.mechanism)
+        mechanism = self.mechanism if isinstance(self.mechanism, OpacusDPSGD) else by_name(self.mechanism)
         plain = asdict(replace(self, mechanism=mechanism.name))
         for field in ("steps", "sampling", "rejection_threshold", "min_dataset_size"):
             if plain[field] == getattr(Recipe, field):
@@ -59,6 +60,8 @@ class Training:
     """
 
     def __init__(self, recipe: Recipe, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False) -> None:
+        if isinstance(recipe.mechanism, OpacusDPSGD):
+            raise TypeError("DP-SGD by Opacus is run by `run`, not by the engine.")
         self.recipe, self.model = recipe, model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
         self.engine = dpulr.PrivacyEngine(
@@ -108,6 +111,8 @@ Progress = Callable[[int, int, nn.Module], None]
 def run(recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
     """Train and evaluate."""
     train, test = split(recipe)
+    if isinstance(recipe.mechanism, OpacusDPSGD):
+        return {"recipe": recipe.describe(), **run_opacus(recipe, train, test)}
     started = time.perf_counter()
     training = Training(recipe, train, getattr(dpulr.models, recipe.model)(seed=recipe.seed))
     engine, model = training.engine, training.model
