@@ -7,7 +7,7 @@ from torch import nn
 from dpulr.experiments.training import Recipe, run
 from dpulr.mechanisms import HiddenDirection
 
-MAIN = Recipe(HiddenDirection(repeats=4), batch_size=1_000, epochs=10, target_epsilon=1.0, learning_rate=0.2)
+MAIN = Recipe(HiddenDirection(repeats=8), batch_size=2_000, epochs=10, target_epsilon=1.0, learning_rate=0.4)
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def learning_rate(method: str, epsilon: float) -> float:
 
 def recipe(method: str, batch: int, sigma0: float, seed: int, holdout: int = 0) -> Recipe:
     epsilon = epsilon_of(batch, sigma0)
-    mechanism = HiddenDirection(repeats=8, subspace=32) if method == "hidden-direction" else OpacusDPSGD()
+    mechanism = HiddenDirection(repeats=8) if method == "hidden-direction" else OpacusDPSGD()
     return Recipe(
         mechanism,
         batch_size=2_000 if method == "hidden-direction" else 1_000,

@@ -20,7 +20,6 @@ from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism
 from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
 from dpulr.randomness import Directions
 
-_AUTO_SUBSPACE = 16
 _EXACT_STEP = 1e-2
 _MOST_EXACT = 1_000
 
@@ -35,7 +34,7 @@ class HiddenDirection(Mechanism):
     kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
     frames         size of orthonormal blocks of directions (Theorem 2); it divides repeats
     last_layer     "exact" takes the last layer's gradient by differences at its few outputs, clipped and noised as a Gaussian part
-    subspace       directions hide in a public random subspace of m dimensions a layer; None: in the whole space
+    subspace       directions hide in a public subspace of m dimensions a layer ("auto": 4 a repeat, at least 16); None: in all
     """
 
     repeats: int = 1
@@ -76,7 +75,7 @@ class HiddenDirection(Mechanism):
 
 class BoundHiddenDirection(Bound):
     def __init__(self, settings: HiddenDirection, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
-        subspace = _AUTO_SUBSPACE if settings.subspace == "auto" else settings.subspace
+        subspace = max(16, 4 * settings.repeats) if settings.subspace == "auto" else settings.subspace
         super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=subspace)
         self.settings = settings
         last = len(forward.sites) - 1
