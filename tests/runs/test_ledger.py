@@ -96,7 +96,7 @@ def test_edits_are_refused(finished: Path, tmp_path: Path, run_cli: Cli) -> None
         (folder / LEDGER).write_bytes(b"".join(changed))
         for command in (("resume", folder, "--target-epsilon", 3), ("report", folder)):
             ended = run_cli(*command)
-            assert (ended.code, LEDGER in ended.err) == (3, True), name
+            assert (ended.code, LEDGER in ended.err) == (3, True), (name, ended.err)
         assert (folder / LEDGER).read_bytes() == b"".join(changed)
 
 
@@ -112,6 +112,28 @@ def test_foreign_and_missing_files_are_refused(finished: Path, tmp_path: Path, r
         without = copy_of(finished, tmp_path / f"without-{name}")
         (without / name).unlink()
         assert run_cli("resume", without, "--target-epsilon", 3).code == 3, name
+
+
+def test_a_ledger_of_the_same_settings_is_still_another_runs(finished: Path, tmp_path: Path, run_cli: Cli) -> None:
+    other = tmp_path / "other"
+    assert run_cli("train", "--config", finished / "config.json", "--out", other).code == 0
+    for name in (LEDGER, HEAD):
+        shutil.copy(other / name, finished / name)
+    (finished / "checkpoint.safetensors").unlink()
+    ended = run_cli("resume", finished, "--target-epsilon", 3)
+    assert (ended.code, "another run" in ended.err) == (3, True)
+
+
+def test_a_growing_ledger_can_be_looked_at(tmp_path: Path) -> None:
+    """A report reads the head, then the ledger; meanwhile the run goes on."""
+    ledger = DiskLedger.create(tmp_path, START)
+    head = (tmp_path / HEAD).read_bytes()
+    for _ in range(5):
+        ledger.append(STEP)
+    (tmp_path / HEAD).write_bytes(head)
+    assert DiskLedger.open(tmp_path, "some config", growing=True).steps == 5
+    with pytest.raises(PrivacyRefusal, match="was changed"):
+        DiskLedger.open(tmp_path, "some config")
 
 
 def test_a_rolled_back_run_is_refused_if_only_the_ledger_is_old(finished: Path, run_cli: Cli) -> None:

@@ -85,6 +85,20 @@ def test_toml_options_and_sets(tmp_path: Path, run_cli: Cli) -> None:
     assert run_cli("train", "--set", "target_epsilon=none", "--set", "noise_multiplier=2", "--dry-run").code == 0
 
 
+def test_a_config_can_hold_everything(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(
+        'out = "here"\njson = true\nshow_unprotected = true\nallow_uncertified = true\nsampling = "shuffle"\nsteps = 2\n'
+        'dataset = "small_job:data"\nmodel = "small_job:model"\nmechanism = "gaussian"\nbatch_size = 20\ntarget_epsilon = 2\n'
+    )
+    ended = run_cli("train", "--config", "job.toml")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out.splitlines()[-1])["guarantee"] == "none"
+    assert Path("here/unprotected.jsonl").exists()
+    Path("job.toml").write_text("json = 3\n")
+    assert run_cli("train", "--config", "job.toml").code == 2
+
+
 def test_what_is_not_covered_is_not_stored(finished: Path, tmp_path: Path, run_cli: Cli) -> None:
     stored = b"".join(path.read_bytes() for path in finished.iterdir() if path.suffix in (".json", ".jsonl", ".head"))
     assert b"training_loss" not in stored

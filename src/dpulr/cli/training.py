@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from dpulr.runs.settings import NAMES, Settings
+from dpulr.runs.settings import NAMES, Settings, invocation
 
 _FLAG = "Also show and store batch sizes and training losses. The guarantee does not cover them."
 _JSON = "One JSON object a line, for machines."
@@ -30,20 +30,22 @@ def train(
 ) -> None:
     """Train a model privately. Without options: MNIST, the paper's MLP, hidden-direction, epsilon 1."""
     given = {name: value for name, value in options.items() if value is not None}
-    settings = Settings.build(config, given, sets or ())
+    settings, how = Settings.build(config, given, sets or ()), invocation(config)
     if dry_run:
         print(settings.to_json().decode(), end="")
         return
     from dpulr.cli.live import make_view
     from dpulr.runs import running
 
-    with make_view(as_json=as_json) as view:
+    if out is None:
+        out = Path(how["out"]) if "out" in how else _default_folder(settings)
+    with make_view(as_json=as_json or how.get("json", False)) as view:
         result = running.start(
             settings,
-            _default_folder(settings) if out is None else out,
+            out,
             view,
-            allow_uncertified=allow_uncertified,
-            show_unprotected=show_unprotected,
+            allow_uncertified=allow_uncertified or how.get("allow_uncertified", False),
+            show_unprotected=show_unprotected or how.get("show_unprotected", False),
         )
         view.result(result)
 

@@ -52,7 +52,7 @@ class RunData:
 
 def gather(folder: Path, name: str) -> RunData:
     settings, config = open_config(folder)
-    ledger = DiskLedger.open(folder, ledger_digest(config))
+    ledger = DiskLedger.open(folder, ledger_digest(config), growing=True)
     spent = accounting.privacy_spent(ledger.charges, ledger.start.target_delta)
     metrics = read_lines(folder / METRICS)
     return RunData(

@@ -85,8 +85,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the run. The operating system lets go of the lock when the process ends, however it ends."""
+def locked(folder: Path, owner: str = "") -> Iterator[str]:
+    """Hold the run. The operating system lets go of the lock when the process ends, however it ends.
+
+    The file names the run that it was made for (`owner`, given once); that name comes out.
+    """
     handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -95,6 +98,8 @@ def locked(folder: Path) -> Iterator[None]:
             raise PrivacyRefusal(
                 f"another process works on {folder}. Two at once would each spend the budget that the other counts on."
             ) from held
-        yield
+        if owner:
+            write_all(handle, owner.encode())
+        yield os.pread(handle, 100, 0).decode("ascii", "replace")
     finally:
         os.close(handle)

@@ -66,8 +66,12 @@ class DiskLedger(accounting.Ledger):
         return ledger
 
     @classmethod
-    def open(cls, folder: Path, config: str) -> DiskLedger:
-        """Read a run's ledger and check that it is whole and belongs to the settings with this hash."""
+    def open(cls, folder: Path, config: str, *, growing: bool = False) -> DiskLedger:
+        """Read a run's ledger and check that it is whole and belongs to the settings with this hash.
+
+        `growing`: only to look at it, while another process may be adding to it.
+        """
+        head = _read_head(folder)  # before the ledger, which may grow meanwhile
         lines = _whole_lines(folder / LEDGER)
         try:
             values = _chained(lines)
@@ -80,7 +84,7 @@ class DiskLedger(accounting.Ledger):
                 f"{folder / LEDGER} was changed or damaged ({problem}): what this run has spent can't be told any more, so it "
                 "can't go on."
             ) from problem
-        _check_head(folder, lines)
+        _check_head(folder, lines, *head, growing=growing)
         if start.config != config:
             raise PrivacyRefusal(f"{folder / LEDGER} belongs to another run: config.json is not the one that it started with.")
         return ledger
@@ -241,14 +245,19 @@ def _head_line(entries: int, head: str) -> bytes:
     return f"{entries} {head}".encode().ljust(_HEAD_SIZE - 1) + b"\n"
 
 
-def _check_head(folder: Path, lines: list[bytes]) -> None:
-    """The ledger may be ahead of the head by an entry whose step never began; it may not be behind."""
+def _read_head(folder: Path) -> tuple[int, str]:
     try:
         count, head = (folder / HEAD).read_text().split()
-        entries = int(count)
+        return int(count), head
     except (OSError, ValueError) as problem:
-        raise PrivacyRefusal(f"{folder / HEAD} is missing or damaged: whether the ledger is whole can't be told.") from problem
-    if len(lines) > entries + 1:
+        raise PrivacyRefusal(
+            f"{folder / HEAD} is missing or damaged: whether {LEDGER} is whole can't be told, nor what this run has spent."
+        ) from problem
+
+
+def _check_head(folder: Path, lines: list[bytes], entries: int, head: str, *, growing: bool) -> None:
+    """The ledger may be ahead of the head by an entry whose step never began; it may not be behind."""
+    if len(lines) > entries + 1 and not growing:
         raise PrivacyRefusal(f"{folder / LEDGER} was changed: it holds {len(lines)} entries, but {entries} were written.")
     if not 1 <= entries <= len(lines):
         raise PrivacyRefusal(f"{folder / LEDGER} was shortened: it holds {len(lines)} entries, but {entries} were written.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -83,9 +84,11 @@ def resume(
 ) -> dict[str, Any]:
     """Go on from the last checkpoint, with fresh entropy. All steps in the ledger count as spent, saved or not."""
     settings, config = open_config(folder)
-    with Stop() as stop, locked(folder):
+    with Stop() as stop, locked(folder) as owner:
         clock = Clock()
         ledger = DiskLedger.open(folder, ledger_digest(config))
+        if owner not in ("", ledger.start.run):
+            raise PrivacyRefusal(f"the ledger in {folder} belongs to another run.")
         cut_torn_end(folder)
         budget = ledger.budget if target_epsilon is None else target_epsilon
         if target_epsilon is not None and (ledger.budget is None or not ledger.budget < target_epsilon < float("inf")):
@@ -152,11 +155,15 @@ def _create(folder: Path, config: bytes, begin: Start, held: ExitStack) -> DiskL
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.{begin.run}.part")
     draft.mkdir()
-    held.enter_context(locked(draft))
-    replace_file(draft / CONFIG, config)
-    ledger = DiskLedger.create(draft, begin)
-    sync_folder(draft)
-    os.replace(draft, folder)
+    try:
+        held.enter_context(locked(draft, begin.run))
+        replace_file(draft / CONFIG, config)
+        ledger = DiskLedger.create(draft, begin)
+        sync_folder(draft)
+        os.replace(draft, folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     sync_folder(folder.parent)
     ledger.folder = folder
     return ledger

@@ -26,14 +26,14 @@ class Settings:
     dataset: str = _option("mnist", "Data set: mnist, fashion-mnist, cifar10, or package.module:function returning (train, test).")
     model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
     mechanism: str = _option("hidden-direction", "hidden-direction or gaussian.")
-    repeats: int | None = _option(4, "Perturbations a record, layer and step.")
-    batch_size: int = _option(1_000, "Expected size of a batch.")
+    repeats: int | None = _option(8, "Perturbations a record, layer and step.")
+    batch_size: int = _option(2_000, "Expected size of a batch.")
     epochs: float = _option(10.0, "How often a record is seen on average.")
     steps: int | None = _option(None, "Number of steps, instead of --epochs.")
     target_epsilon: float | None = _option(1.0, "The budget. The noise is calibrated to it, and training never exceeds it.")
     target_delta: float = _option(1e-5, "Delta of the guarantee.")
     noise_multiplier: float | None = _option(None, "Noise, instead of the calibrated one. The budget still holds.")
-    learning_rate: float = _option(0.2, "Learning rate at the start; it falls to 0 along half a cosine.")
+    learning_rate: float = _option(0.4, "Learning rate at the start; it falls to 0 along half a cosine.")
     momentum: float = _option(0.9, "Momentum of SGD.")
     average: float = _option(0.0, "Above 0: the result is a moving average of the weights, with this decay.")
     sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.")
@@ -72,6 +72,8 @@ class Settings:
     def build(cls, config: Path | None = None, options: Mapping[str, Any] | None = None, sets: Iterable[str] = ()) -> Settings:
         """Defaults, then the config file, then options, then `key=value` pairs; the last one wins."""
         values: dict[str, Any] = {} if config is None else read_config(config)
+        for name in INVOCATION:
+            values.pop(name, None)
         values.update(options or {})
         extra = dict(_table(values.pop("mechanism_options", {})))
         for name, value in map(_pair, sets):
@@ -86,6 +88,18 @@ class Settings:
 
 
 NAMES = tuple(item.name for item in fields(Settings) if item.name != "mechanism_options")
+
+INVOCATION: dict[str, type[Any]] = {"out": str, "allow_uncertified": bool, "show_unprotected": bool, "json": bool}
+
+
+def invocation(config: Path | None) -> dict[str, Any]:
+    """What a config file says about how to run, rather than what to run."""
+    values = {} if config is None else read_config(config)
+    found = {name: values[name] for name in INVOCATION if name in values}
+    for name, value in found.items():
+        if not isinstance(value, INVOCATION[name]):
+            raise UsageError(f"{name} is {_short(value)}; it must be {'a path' if name == 'out' else 'true or false'}.")
+    return found
 
 
 def read_config(path: Path) -> dict[str, Any]:
