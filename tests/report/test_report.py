@@ -17,6 +17,7 @@ from small_cli import SMALL, Ended
 from dpulr import accounting
 from dpulr.report import charts
 from dpulr.runs.ledger import DiskLedger, ledger_digest
+from dpulr.runs.numbers import up
 
 Cli = Callable[..., Ended]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -114,6 +115,12 @@ def test_names_cannot_inject(finished: Path, run_cli: Cli) -> None:
     finished.rename(folder)
     assert run_cli("report", folder).code == 0
     checked((folder / "report.html").read_text())
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.99981, "0.9999"), (1.0, "1"), (0.0, "0"), (12.3401, "12.35"), (1e-7, "1e-07")])
+def test_epsilon_is_never_shown_smaller_than_it_is(value: float, text: str) -> None:
+    assert up(value) == text
+    assert float(up(value)) >= value
 
 
 def test_ticks_are_round_and_inside() -> None:

@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from dpulr.runs.numbers import up
+
 
 def make_view(*, as_json: bool) -> PlainView:
     if as_json:
@@ -164,7 +166,7 @@ class LiveView(PlainView):
 def headline(about: Mapping[str, Any]) -> str:
     return (
         f"{about['dataset']}, {about['parameters']:,} parameters, {about['mechanism']}: noise {about['noise_multiplier']:.4g}, "
-        f"sampling rate {about['sample_rate']:.4g}, guarantee {about['guarantee']}"
+        f"rate {about['sample_rate']:.4g}, guarantee {about['guarantee']}"
     )
 
 
@@ -173,7 +175,7 @@ def spent(epsilon: float | None, about: Mapping[str, Any]) -> str:
     if epsilon is None:
         return "epsilon: no guarantee"
     target = about.get("target_epsilon")
-    return f"epsilon {epsilon:.4g}" + (f" of {target:g}" if target else "")
+    return f"epsilon {up(epsilon)}" + (f" of {target:g}" if target else "")
 
 
 def unprotected_line(values: Mapping[str, Any]) -> str:
@@ -183,7 +185,7 @@ def unprotected_line(values: Mapping[str, Any]) -> str:
 
 
 def summary(result: Mapping[str, Any]) -> list[str]:
-    epsilon = "none" if result["epsilon"] is None else f"{result['epsilon']:.4g}"
+    epsilon = "none" if result["epsilon"] is None else up(result["epsilon"])
     return [
         str(result["statement"]),
         f"accuracy {result['test_accuracy']:.2%}   epsilon {epsilon}   delta {result['delta']:g}   "

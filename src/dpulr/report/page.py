@@ -13,6 +13,7 @@ import dpulr
 from dpulr.report.charts import COLOURS, Axis, Series, bar_chart, line_chart
 from dpulr.report.gather import RunData
 from dpulr.report.style import STYLE
+from dpulr.runs.numbers import up
 
 _STEPS = Axis("step", lambda value: f"{value:,.0f}", from_zero=True)
 _PARTS = {
@@ -58,7 +59,7 @@ def _several(runs: Sequence[RunData]) -> str:
 
 
 def _row(index: int, run: RunData) -> list[str]:
-    epsilon = "none" if run.spent.epsilon is None else f"{run.spent.epsilon:.4g}"
+    epsilon = "none" if run.spent.epsilon is None else up(run.spent.epsilon)
     return [
         f'<span class="key c{index % COLOURS}"></span>{escape(run.name)}',
         escape(run.spent.guarantee),
@@ -81,7 +82,7 @@ def _guarantee(run: RunData, name: str = "") -> str:
 
 
 def _figures(run: RunData) -> str:
-    epsilon = "none" if run.spent.epsilon is None else f"{run.spent.epsilon:.4g}"
+    epsilon = "none" if run.spent.epsilon is None else up(run.spent.epsilon)
     budget = "no budget" if run.ledger.budget is None else f"of {run.ledger.budget:g}"
     accuracy = "-" if run.last_accuracy is None else f"{run.last_accuracy:.2%}"
     figures = [
