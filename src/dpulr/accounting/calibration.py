@@ -12,6 +12,7 @@ from dpulr.accounting.pricing import epsilon, total_shift
 from dpulr.accounting.small_signal import equivalent_noise, likely_noise, likely_shift
 
 TOLERANCE = 5e-4  # relative width at which the search for the noise ends
+UNKNOWN = 10.0  # stands for the logarithm of an infinite epsilon over the target, or with a minus of zero
 LEAST_NOISE, MOST_NOISE = 1e-3, 1e7
 MOST_STEPS = 10**9
 
@@ -84,30 +85,29 @@ def calibrate_release(
 
     _refuse_hopeless(charge(1.0), target_epsilon, delta)
     key = {
-        "release": to_dict(charge(1.0)),
-        "half": to_dict(charge(0.5)),
+        "charges": [to_dict(charge(noise)) for noise in (0.5, 1.0, 3.7)],
         "target": target_epsilon,
         "delta": delta,
         "method": method,
     }
-    return cache.remember(
-        "calibrate",
-        key,
-        lambda: _smallest(
-            lambda noise: epsilon([charge(noise)], delta, method),
-            target_epsilon,
-            _start(make_release, likely_noise(target_epsilon, delta, sample_rate, steps)),
-        ),
-    )
+
+    def price(noise: float) -> float:
+        return epsilon([charge(noise)], delta, method)
+
+    def search() -> float:
+        wanted = likely_noise(target_epsilon, delta, sample_rate, steps)
+        return _smallest(price, target_epsilon, _worth(make_release, wanted))
+
+    return cache.remember("calibrate", key, search)
 
 
-def _start(make_release: Callable[[float], Release], wanted: float) -> float:
+def _worth(make_release: Callable[[float], Release], wanted: float) -> float:
     """A noise multiplier at which the release is worth about `wanted`. Only a place to start: any error is harmless."""
     low, high = math.log(LEAST_NOISE), math.log(MOST_NOISE)
-    while high - low > 1e-3:
+    while high - low > 1e-5:
         middle = (low + high) / 2
         low, high = (middle, high) if equivalent_noise(make_release(math.exp(middle))) < wanted else (low, middle)
-    return math.exp(low)
+    return math.exp(high)
 
 
 def _refuse_hopeless(charge: Charge, target: float, delta: float) -> None:
@@ -120,49 +120,54 @@ def _refuse_hopeless(charge: Charge, target: float, delta: float) -> None:
 
 
 def _smallest(price: Callable[[float], float], target: float, start: float) -> float:
-    """Root of the falling price(noise) = target, in logarithms, by false position; returns the upper end."""
+    """The upper end of a narrow interval around the root of price(noise) = target. Secant steps, both scales logarithmic."""
 
-    def gap(noise: float) -> float:
-        value = price(noise)
-        return math.log(value / target) if 0 < value < math.inf else (-10.0 if value == 0 else 10.0)
+    def gap(log_noise: float) -> float:
+        value = price(math.exp(log_noise))
+        return math.log(value / target) if 0 < value < math.inf else math.copysign(UNKNOWN, value - target)
 
-    low = high = start
-    low_gap = high_gap = gap(low)
-    stride = 1.1
-    while low_gap <= 0:
-        if low <= LEAST_NOISE:
-            return low
-        high, high_gap = low, low_gap
-        low = max(low / stride, LEAST_NOISE)
-        low_gap, stride = gap(low), min(stride**2, 4.0)
-    stride = 1.1
-    while high_gap > 0:
-        if high >= MOST_NOISE:
+    least, most = math.log(LEAST_NOISE), math.log(MOST_NOISE)
+    x = min(max(math.log(start), least), most)
+    last: tuple[float, float] | None = None
+    below: tuple[float, float] | None = None  # too little noise
+    above: tuple[float, float] | None = None  # enough noise
+    while True:
+        point = (x, gap(x))
+        if point[1] > 0:
+            below = point
+        else:
+            above = point
+        if below and above:
+            return _narrow(gap, below, above)
+        if below and x >= most:
             raise ValueError("No noise reaches the target epsilon at this delta, sample rate and number of steps.")
-        low, low_gap = high, high_gap
-        high *= stride
-        high_gap, stride = gap(high), min(stride**2, 16.0)
-    return _narrow(gap, low, low_gap, high, high_gap)
+        if above and x <= least:
+            return math.exp(x)
+        # A little beyond the root, so that the next point lies on its other side.
+        step = -point[1] / _slope(last, point) + math.copysign(0.4 * TOLERANCE, point[1])
+        last, x = point, min(max(x + min(max(step, -1.4), 1.4), least), most)
 
 
-def _narrow(gap: Callable[[float], float], low: float, low_gap: float, high: float, high_gap: float) -> float:
+def _slope(first: tuple[float, float] | None, second: tuple[float, float]) -> float:
+    """Of ln epsilon by ln noise: from two points, or a common value."""
+    if first is None or UNKNOWN in (abs(first[1]), abs(second[1])):
+        return -2.0
+    return min(max((second[1] - first[1]) / (second[0] - first[0]), -50.0), -0.5)
+
+
+def _narrow(gap: Callable[[float], float], below: tuple[float, float], above: tuple[float, float]) -> float:
+    """False position, now and then halving, until the interval is narrow; its upper end."""
     for turn in range(200):
-        width = math.log(high / low)
+        width = above[0] - below[0]
         if width <= TOLERANCE:
             break
-        share = low_gap / (low_gap - high_gap)
-        if turn % 3 == 2:
-            share = 0.5  # false position can stall on one side
-        # Aim a little beyond the root, to either side in turn, so that both ends close in.
-        nudge = 0.4 * TOLERANCE / width * (1 if turn % 2 == 0 else -1)
-        share = min(max(share + nudge, 0.02), 0.98) if width > 10 * TOLERANCE else min(max(share + nudge, 0.1), 0.9)
-        middle = low * math.exp(share * width)
-        value = gap(middle)
-        if value > 0:
-            low, low_gap = middle, value
-        else:
-            high, high_gap = middle, value
-    return high
+        share = 0.5 if turn % 3 == 2 else below[1] / (below[1] - above[1])
+        # Aim beyond the root as seen from the farther end, so that both ends close in.
+        nudge = 0.4 * TOLERANCE / width * (1 if share > 0.5 else -1)
+        x = below[0] + min(max(share - nudge, 0.02), 0.98) * width
+        point = (x, gap(x))
+        below, above = (point, above) if point[1] > 0 else (below, point)
+    return math.exp(above[0])
 
 
 def max_steps(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scipy import optimize, special
+from scipy import special
 
 from dpulr.accounting.events import GaussianRelease, HiddenDirectionRelease, Release
 
@@ -39,12 +39,11 @@ def likely_noise(target_epsilon: float, delta: float, sample_rate: float, steps:
 def likely_shift(target_epsilon: float, delta: float) -> float:
     """The shift between two unit normals that has this epsilon and delta."""
 
-    def gap(log_shift: float) -> float:
-        shift = math.exp(log_shift)
-        a, b = shift / 2, target_epsilon / shift
-        return float(special.ndtr(a - b)) - math.exp(target_epsilon + float(special.log_ndtr(-a - b))) - delta
-
-    try:
-        return math.exp(optimize.brentq(gap, -14.0, math.log(60.0), xtol=1e-3))
-    except (ValueError, OverflowError):
-        return 1.0
+    low, high = -14.0, math.log(60.0)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        a, b = math.exp(middle) / 2, target_epsilon / math.exp(middle)
+        # ln of the part subtracted is capped: where it overflows, the normals are far apart anyway
+        lower = math.exp(min(target_epsilon + float(special.log_ndtr(-a - b)), 700.0))
+        low, high = (middle, high) if float(special.ndtr(a - b)) - lower < delta else (low, middle)
+    return math.exp(low)
