@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import pickle
 import shutil
 import threading
 from collections.abc import Iterator
@@ -189,6 +190,23 @@ def test_cifar_pictures_become_binary_files(tmp_path: Path, monkeypatch: pytest.
     assert raw[3, 1 + 1024 * 2 + 7] == pixels[3, 7, 2]  # blue, eighth pixel
 
 
+def test_cifar_python_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 3072), dtype=np.uint8)
+    batch = {b"data": pixels, b"labels": [k % 10 for k in range(20)], b"filenames": [b"x"] * 20}
+    expected = np.concatenate([np.arange(20, dtype=np.uint8).reshape(-1, 1) % 10, pixels], axis=1).tobytes()
+    inner = tmp_path / "cifar-10-batches-py"
+    inner.mkdir()
+    for protocol in (2, 4):
+        (inner / "data_batch_1").write_bytes(pickle.dumps(batch, protocol))
+        assert cifar.from_python(inner / "data_batch_1") == expected
+    with pytest.raises(ValueError, match="data_batch_1 is damaged"):  # not the real ones: the digest differs
+        dpulr.data.load("cifar10", tmp_path)
+    (inner / "data_batch_1").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    with pytest.raises(ValueError, match=r"asks for os\.system"):
+        dpulr.data.load("cifar10", tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.slow
 def test_cifar_by_npm(home: Path) -> None:
     if shutil.which("npm") is None:
@@ -200,3 +218,10 @@ def test_cifar_by_npm(home: Path) -> None:
     assert train.tensors[1].bincount().tolist() == [5_000] * 10
     assert test.tensors[1].bincount().tolist() == [1_000] * 10
     assert train.tensors[1][:5].tolist() == [6, 9, 9, 4, 1]
+    python = home / "cifar-10-batches-py"  # the same records as the authors' other version of the files
+    python.mkdir()
+    for name in CIFAR10.files:
+        rows = np.frombuffer((home / "cifar10" / name).read_bytes(), dtype=np.uint8).reshape(-1, 3073)
+        (python / name.removesuffix(".bin")).write_bytes(pickle.dumps({b"labels": rows[:, 0].tolist(), b"data": rows[:, 1:]}, 2))
+    again, _ = dpulr.data.load("cifar10", home)
+    assert all((a == b).all() for a, b in zip(again.tensors, train.tensors, strict=True))

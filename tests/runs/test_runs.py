@@ -20,9 +20,10 @@ from small_cli import SMALL, Ended
 import dpulr
 from dpulr import accounting
 from dpulr.experiments.mnist import MAIN
-from dpulr.runs import Settings, building, checkpoint
+from dpulr.runs import Interrupted, Settings, building, checkpoint
 from dpulr.runs.files import read_lines
 from dpulr.runs.ledger import DiskLedger, ledger_digest
+from dpulr.runs.stopping import Stop
 
 Cli = Callable[..., Ended]
 HERE = Path(__file__).parent
@@ -265,6 +266,19 @@ def test_signals_end_cleanly(tmp_path: Path, number: int, run_cli: Cli) -> None:
     found = result(folder)
     assert found["status"] == "interrupted"
     assert checkpoint.read(folder / checkpoint.CHECKPOINT)[1]["steps"] == found["steps"] == ledger(folder).steps
+
+
+def test_a_signal_while_setting_up_ends_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Stop(), pytest.raises(Interrupted):
+        signal.raise_signal(signal.SIGTERM)
+    with Stop() as stop:
+        stop.at_once = False
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(Interrupted):  # the second time in any case
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_existing_folder_is_left_alone(finished: Path, tmp_path: Path, run_cli: Cli) -> None:

@@ -149,7 +149,8 @@ class LiveView(PlainView):
         loss = f"{last['test_loss']:.4f}" if last else "-"
         table.add_row("held-out accuracy", Text(accuracy, style="bold green"), spark([h["test_accuracy"] for h in self.history]))
         table.add_row("held-out loss", Text(loss, style="bold"), spark([h["test_loss"] for h in self.history]))
-        table.add_row("privacy spent", Text(spent(last.get("epsilon", 0.0), self.about), style="bold magenta"), self.budget(last))
+        paid = spent(last.get("epsilon", 0.0), self.about) + (f" at step {last['step']}" if last else "")
+        table.add_row("privacy spent", Text(paid, style="bold magenta"), self.budget(last))
         parts: list[Any] = [Text(headline(self.about), style="dim"), self.bar, table]
         if self.marked:
             parts.append(self.marked)

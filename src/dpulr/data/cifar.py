@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +19,7 @@ RECORDS, PIXELS = 10_000, 3072
 
 
 def load_cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
-    """From a folder with the six .bin files, or one that holds it as cifar-10-batches-bin."""
+    """From a folder with the six .bin files, or one that holds cifar-10-batches-bin or -py."""
     parts = [_batch(read_file(folder, name)) for name in catalog.CIFAR10.files]
     images, labels = (torch.cat(tensors) for tensors in zip(*parts[:5], strict=True))
     return TensorDataset(scaled(images), labels), TensorDataset(scaled(parts[5][0]), parts[5][1])
@@ -25,9 +28,33 @@ def load_cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
 def read_file(folder: Path, name: str) -> bytes:
     """The bytes of one of the files, checked."""
     path = next((p for p in (folder / name, folder / "cifar-10-batches-bin" / name) if p.is_file()), None)
+    if path is not None:
+        return catalog.verify(path.read_bytes(), catalog.CIFAR10, name, path)
+    stem = name.removesuffix(".bin")
+    path = next((p for p in (folder / stem, folder / "cifar-10-batches-py" / stem) if p.is_file()), None)
     if path is None:
         raise ValueError(f"there is no {name} in {folder}.")
-    return catalog.verify(path.read_bytes(), catalog.CIFAR10, name, path)
+    return catalog.verify(from_python(path), catalog.CIFAR10, name, path)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """The authors' Python files are pickles. Only what makes up an array of numbers is let through: nothing can be run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {("numpy", "ndarray"), ("numpy", "dtype"), ("multiarray", "_reconstruct"), ("_codecs", "encode")}
+        if (module.removeprefix("numpy.core.").removeprefix("numpy._core."), name) not in allowed:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+def from_python(path: Path) -> bytes:
+    """One .bin file made from the authors' Python version of it."""
+    try:
+        batch = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        labels = np.array(batch[b"labels"], dtype=np.uint8).reshape(-1, 1)
+        return np.concatenate([labels, np.asarray(batch[b"data"], dtype=np.uint8)], axis=1).tobytes()
+    except Exception as problem:  # a damaged pickle can fail in any way
+        raise ValueError(f"{path} is damaged: {problem}.") from problem
 
 
 def scaled(images: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch.nn.functional import cross_entropy
 
 from dpulr.experiments.training import Training
@@ -258,7 +259,8 @@ class _Run:
 
     def _unprotected(self, inputs: Any, targets: Any) -> None:
         """Not covered by the guarantee: kept apart from everything else, and marked."""
-        loss = cross_entropy(call_model(self.training.model, inputs), targets).item() if len(targets) else None
+        with torch.no_grad():
+            loss = cross_entropy(call_model(self.training.model, inputs), targets).item() if len(targets) else None
         values = {"unprotected": True, "step": self.ledger.steps, "batch_size": len(targets), "training_loss": loss}
         append_line(self.folder / UNPROTECTED, values)
         self.view.unprotected(values)
