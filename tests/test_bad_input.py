@@ -189,6 +189,15 @@ def tied() -> nn.Module:
     return model
 
 
+class TiedByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(torch.tanh(self.first(x)), self.first.weight.t()))
+
+
 def shared() -> nn.Module:
     layer = nn.Linear(6, 6)
     return nn.Sequential(nn.Sequential(layer), nn.Sequential(layer), nn.Linear(6, 3))
@@ -235,6 +244,7 @@ class Spare(nn.Module):
         (nn.Sequential(nn.ReLU()), r"the model \(Sequential\) has no parameter to train"),
         (frozen(), r"the model \(Sequential\) has no parameter to train"),
         (tied(), r"parameter 'weight' of '2' \(Linear\) is tied to '0' \(Linear\)"),
+        (TiedByHand(), r"weights of 'first' \(Linear\) are used outside of it"),
         (shared(), r"'1.0' \(Linear\) is tied to '0.0' \(Linear\)"),
         (sparse(), r"parameter 'weight' of '1' \(PReLU\) is sparse"),
         (broken(), r"parameter 'bias' of '0' \(Linear\) holds NaN"),
@@ -335,3 +345,14 @@ def test_checks_do_not_depend_on_private_values() -> None:
         warnings.simplefilter("error")
         engine(data=data)
     assert data.reads == [0]
+
+
+def test_what_does_not_run_at_all_is_told_with_shapes() -> None:
+    refused(r"model does not run on inputs like the data's, torch.float32 of shape \(2, 6\): mat1", nn.Sequential(nn.Linear(7, 3)))
+    loss = nn.BCEWithLogitsLoss(reduction="none")
+    refused(r"loss function does not take the model's output, torch.float32 of shape \(2, 3\), with targets", loss_fn=loss)
+
+
+def test_a_misspelt_space_is_refused() -> None:
+    """Taken for a space of its own it would be bounded by one rule and released by another."""
+    refused("space is 'weights'", mechanism=dpulr.Gaussian(space="weights"))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,6 +159,37 @@ def test_a_branch_on_values_belongs_to_the_record() -> None:
     assert alone[0] == beside[0]
 
 
+READS: dict[str, Callable[[Tensor], object]] = {
+    "bool": lambda large: bool(large.any()),
+    "item": lambda large: large.any().item(),
+    "float": lambda large: float(large.sum()),
+    "tolist": lambda large: large.any().tolist(),
+    "equal": lambda large: not torch.equal(large, torch.zeros_like(large)),
+    "mask": lambda large: len(large[large]),
+    "nonzero": lambda large: torch.nonzero(large).numel(),
+    "unique": lambda large: len(torch.unique(large)) > 1,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_however_values_are_read_a_record_chooses_for_itself_alone(name: str) -> None:
+    forward = built(lambda: zoo.Reads(READS[name]), flat)
+    x, y = torch.full((1, 6), 0.1), torch.zeros(1, dtype=torch.int64)
+    with torch.inference_mode():
+        alone = forward.clean(x, y).losses
+        beside = forward.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
+    assert alone[0] == beside[0]
+
+
+def _picks(large: Tensor) -> bool:
+    F.one_hot(large[:, torch.tensor([5, 0])].long(), num_classes=2)
+    return False
+
+
+def test_indexing_by_numbers_reads_no_values() -> None:
+    assert not isinstance(built(lambda: zoo.Reads(_picks), flat), LoneForward)
+
+
 def test_a_layer_that_a_branch_leaves_out_never_stops_a_step() -> None:
     """Whether a layer is called depends on private values: the whole model is the layer then."""
     forward = built(zoo.Experts, flat)
@@ -170,6 +202,11 @@ def test_a_layer_that_a_branch_leaves_out_never_stops_a_step() -> None:
         moved = forward.losses(clean, 0, forward.sites[0].perturbed(clean.calls[0], delta))[0]
     assert moved[0] == pytest.approx(clean.losses[0].item(), rel=1e-5)
     assert abs(moved[1] - clean.losses[1]) > 1e-3
+
+
+def test_a_layer_that_drags_others_along_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"'attention' \(MultiheadAttention\) does not return one tensor .* the whole model"):
+        prepare(zoo.Drags(), LOSS, flat(1), CPU)
 
 
 class Watch(TorchDispatchMode):

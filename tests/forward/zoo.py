@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -84,6 +86,29 @@ class ValueBranch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         return self.second(torch.tanh(h) if x.sum() > self.threshold else torch.relu(h) + 1)
+
+
+class Reads(nn.Module):
+    """Turns values into a Python number in one way or another."""
+
+    def __init__(self, found: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.found = nn.Linear(6, 3), found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (2.0 if self.found(x > 20) else 1.0)
+
+
+class Drags(nn.Module):
+    """A layer that returns a tuple beside one that returns a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.unsqueeze(1)
+        return self.head(self.attention(h, h, h, need_weights=False)[0].squeeze(1))
 
 
 class Experts(nn.Module):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,14 +21,24 @@ _KEPT = (1, 3)  # records that stay while the others change: some lie before the
 
 
 def reads_values(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device) -> bool:
-    """Whether the forward pass turns a tensor into a Python number, as `if x.sum() > 0` does.
+    """Whether the forward pass turns a tensor into a Python number, as `if x.sum() > 0` does, or into a shape.
 
     What it then does may depend on all records of the batch, on inputs that no made-up batch shows. So it gets records one by one.
     """
     inputs, targets = like(example, 2, torch.Generator().manual_seed(_SEED), device)
-    with _buffers_restored(model), torch.inference_mode(), torch.random.fork_rng(), _ValueReads() as reads:
-        loss_fn(call_model(model, inputs), targets)
-        return bool(reads.found)
+    with _buffers_restored(model), torch.inference_mode(), torch.random.fork_rng(), _ListReads() as lists, _ValueReads() as reads:
+        try:
+            output = call_model(model, inputs)
+        except Exception as problem:
+            raise ValueError(f"the model does not run on inputs like the data's, {_described(inputs)}: {problem}") from problem
+        try:
+            loss_fn(output, targets)
+        except Exception as problem:
+            raise ValueError(
+                f"the loss function does not take the model's output, {_described(output)}, with targets like the data's, "
+                f"{_described(targets)}: {problem}"
+            ) from problem
+        return bool(reads.found or lists.found)
 
 
 def check_rows(
@@ -51,7 +62,7 @@ def check_rows(
         if not alone:
             _refuse_mixing(model, loss_fn, batch, others)
             for keep in (1.0, 0.0):
-                with other_weights(model, keep=keep):
+                with other_weights(model.parameters(), keep=keep):
                     _refuse_mixing(model, loss_fn, batch, others)
         for name, buffer in model.named_buffers():
             if not torch.equal(buffer, buffers[name]):
@@ -85,10 +96,10 @@ def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, others: 
 
 
 @contextmanager
-def other_weights(model: nn.Module, *, keep: float) -> Iterator[None]:
-    """The model with `keep` times its weights plus noise, for a while: what a layer that starts at zero hides shows here."""
+def other_weights(weights: Iterable[nn.Parameter], *, keep: float) -> Iterator[None]:
+    """The model with `keep` times these weights plus noise, for a while: what a layer that starts at zero hides shows here."""
     generator = torch.Generator().manual_seed(_SEED)
-    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    parameters = [p for p in weights if p.is_floating_point()]
     copies = [p.detach().clone() for p in parameters]
     try:
         with torch.no_grad():
@@ -220,16 +231,39 @@ def _close(first: Tensor, second: Tensor) -> bool:
 
 
 class _ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether any tensor becomes a Python number or truth value."""
+    """Notes whether any tensor becomes a Python number or truth value, or a shape that depends on values (`len(x[x > 0])`)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.found |= name in ("_local_scalar_dense", "is_nonzero", "equal")
+        self.found |= _depends_on_values(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+class _ListReads(TorchFunctionMode):
+    """Notes `.tolist()`, which reads memory without an operation that the mode above could see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func is Tensor.tolist
+        return func(*args, **(kwargs or {}))
+
+
+def _depends_on_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """By torch's own tags, which are too wide for two operations: indexing by numbers, one-hot with a given number of classes."""
+    name = func.overloadpacket.__name__
+    if torch.Tag.data_dependent_output in func.tags or name in ("is_nonzero", "equal", "allclose"):
+        return True
+    if name == "index":
+        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name == "one_hot":
+        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0)
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _other(batch: Any, others: Any, factor: float) -> Any:
@@ -245,6 +279,14 @@ def _other(batch: Any, others: Any, factor: float) -> Any:
 
     (inputs, targets), (other_inputs, other_targets) = batch, others
     return pytree.tree_map(change(factor), inputs, other_inputs), pytree.tree_map(change(1), targets, other_targets)
+
+
+def _described(batch: Any) -> str:
+    """Shapes and types only, never values."""
+    leaves = pytree.tree_leaves(batch)
+    return " and ".join(
+        f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
+    )
 
 
 def _owner(model: nn.Module, buffer: str) -> str:

@@ -46,6 +46,8 @@ def prepare(
     if alone and _skips_layers(kind(model, loss_fn, layers), probes):
         layers = whole(model)
     layers = _with_plain_outputs(model, layers, lambda found: kind(model, loss_fn, found), probes)
+    with other_weights(model.parameters(), keep=1.0):
+        _refuse_use_elsewhere(kind(model, loss_fn, layers), probes[1])
     if alone:
         problem = "the forward pass or the loss reads the value of a tensor, as an `if` or .item() does"
         if method == "trace":
@@ -55,7 +57,7 @@ def prepare(
         try:
             traced = TracedForward(model, loss_fn, layers, probes[0][0])
             _finish(traced, probes, space)
-            with other_weights(model, keep=1.0):
+            with other_weights(model.parameters(), keep=1.0):
                 _verify(traced, HookedForward(model, loss_fn, layers), probes[1])
             return traced
         except Untraceable as problem:
@@ -64,7 +66,7 @@ def prepare(
             warnings.warn(f"running whole forward passes, which is slower, because {problem}", stacklevel=3)
     hooked = kind(model, loss_fn, layers)
     _finish(hooked, probes, space)
-    with other_weights(model, keep=1.0):
+    with other_weights(model.parameters(), keep=1.0):
         _check_alignment(hooked, probes[1])
     return hooked
 
@@ -93,7 +95,14 @@ def _with_plain_outputs(
             except ValueError:
                 if layer.module is model:
                     raise
-                layers = enclosing(model, layers, layer)
+                before, layers = layers, enclosing(model, layers, layer)
+                if len(before) > 1 and layers[0].module is model:
+                    warnings.warn(
+                        f"{layer.label} does not return one tensor with a row per record, so the whole model around it is "
+                        "perturbed at once: slower and noisier. A module of your own around that layer, which returns its output "
+                        "only, avoids it",
+                        stacklevel=4,
+                    )
                 break
         else:
             return layers
@@ -138,6 +147,25 @@ def _carries_records(layer: Layer, small: Call, large: Call) -> tuple[bool, ...]
     if not isinstance(small.output, Tensor) or not marks.pop():
         raise ValueError(f"{layer.label} must return one tensor whose first axis counts the records.")
     return tuple(marks)
+
+
+def _refuse_use_elsewhere(forward: HookedForward, probe: tuple[Any, Any]) -> None:
+    """With a layer's output held fixed, its weights must not matter: what they do elsewhere would never be trained."""
+    with torch.inference_mode(), torch.random.fork_rng():
+        clean = forward.clean(*probe)
+        for i, layer in enumerate(forward.layers):
+            fixed = clean.calls[i].output.unsqueeze(0)
+            torch.manual_seed(_SEED)
+            base = forward.losses(clean, i, fixed.clone())  # the model may overwrite it
+            with other_weights(layer.parameters.values(), keep=1.0):
+                torch.manual_seed(_SEED)
+                moved = forward.losses(clean, i, fixed.clone())
+            if not torch.allclose(base, moved, rtol=1e-4, atol=1e-5, equal_nan=True):
+                raise ValueError(
+                    f"weights of {layer.label} are used outside of it, too (tied by hand, or a penalty in the loss). That use "
+                    "would not be trained. Untie them, give penalties to the optimizer (weight_decay), or freeze them "
+                    "(requires_grad_(False))."
+                )
 
 
 def _verify(traced: TracedForward, hooked: HookedForward, probe: tuple[Any, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,8 @@ class Site:
     """
 
     def __init__(self, layer: Layer, output_shape: torch.Size, space: Space = "auto") -> None:
+        if space not in get_args(Space):
+            raise ValueError(f"space is {space!r}; it must be 'auto', 'output' or 'weight'.")
         self.layer = layer
         self.name = layer.name
         self.rule: LayerRule = rule_for(layer.module, layer.parameters)

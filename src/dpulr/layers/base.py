@@ -155,9 +155,13 @@ _ROUNDING = 1e-4
 
 
 def flat_norm(tensor: Tensor) -> Tensor:
-    """Euclidean norm of each record."""
-    norm: Tensor = torch.linalg.vector_norm(tensor.flatten(1), dim=1)
+    """Euclidean norm of each record, in parts: torch adds up floats one by one, and over millions it would lose the fifth digit."""
+    norms = [torch.linalg.vector_norm(part, dim=1) for part in torch.split(tensor.flatten(1), _PART, dim=1)]
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
     return norm
+
+
+_PART = 2**16
 
 
 def numel(shape: Iterable[int]) -> int:
