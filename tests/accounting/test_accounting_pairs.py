@@ -122,7 +122,7 @@ def test_the_error_bound_of_the_transform_holds():
                 longer[i + j] += value * weight
         exact = longer
     for real in (np.float64, np.longdouble):
-        computed, error, _ = pld._convolve_in(np.dtype(real), [(mass, count)], np.arange(33))
+        computed, error, _ = pld._convolve_in(np.dtype(real), [(mass, 1.0, count)], np.arange(33))
         difference = sum(abs(float(e) - c) for e, c in zip(exact, computed[: len(exact)], strict=True))
         assert difference <= error + 64 * 2e-16
         assert error < 1e-11

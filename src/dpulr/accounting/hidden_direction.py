@@ -73,9 +73,15 @@ def site_cells(dim: int, noise: float, frame: int = 1) -> Cells:
         corner[1:, 1:].ravel(),
         p.ravel(),
         q.ravel(),
-        q_only=beyond + max(0.0, 1 - beyond - float(q.sum())),
-        p_only=max(0.0, 1 - float(p.sum())),
+        q_only=beyond + NEGLIGIBLE + _outside(half + counts, x_edges, masses.sum(axis=0)),
+        p_only=_outside(np.array([half]), x_edges, np.ones(1)),
     )
+
+
+def _outside(halves: Array, x_edges: Array, weight: Array) -> float:
+    """Mass beyond the edges of w or of x, for a mixture of chi-squares."""
+    below, above = special.gammainc(halves, x_edges[0] / 2), special.gammaincc(halves, x_edges[-1] / 2)
+    return 2 * float(special.ndtr(-CUT)) + float(np.dot(weight, below + above))
 
 
 def cap_heights(dim: int, frame: int) -> tuple[Array, Array, float]:

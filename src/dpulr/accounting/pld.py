@@ -80,15 +80,9 @@ def _compose(parts: Sequence[tuple[Cells, int]], step: float, delta: float) -> C
     grids = [(*spread(cells, step), count) for cells, count in parts]
     q_only = sum(count * cells.q_only for cells, count in parts)
     p_only = sum(count * cells.p_only for cells, count in parts)
-    upper_q = [(k, _whole(q, cells.q_only), n) for (k, _, q, n), (cells, _) in zip(grids, parts, strict=True)]
-    upper_p = [(-k, _whole(p, cells.p_only), n) for (k, p, _, n), (cells, _) in zip(grids, parts, strict=True)]
+    upper_q = [(k, q, 1 - cells.q_only, n) for (k, _, q, n), (cells, _) in zip(grids, parts, strict=True)]
+    upper_p = [(-k, p, 1 - cells.p_only, n) for (k, p, _, n), (cells, _) in zip(grids, parts, strict=True)]
     return Curves(_curve(upper_q, step, q_only, delta), _curve(upper_p, step, p_only, delta))
-
-
-def _whole(mass: Array, elsewhere: float) -> Array:
-    """Restore the known total, 1 - elsewhere, where rounding (or a smaller `elsewhere`) has lost some of it."""
-    total = mass.sum(dtype=np.longdouble)
-    return mass * float((1 - np.longdouble(elsewhere)) / total) if 0 < total < 1 - elsewhere else mass
 
 
 def _step(parts: Sequence[tuple[Cells, int]], refine: float) -> float:
@@ -103,27 +97,29 @@ def _step(parts: Sequence[tuple[Cells, int]], refine: float) -> float:
     return max(min(from_variance, from_window), 1e-300) / refine
 
 
-def _curve(parts: Sequence[tuple[Indices, Array, int]], step: float, always: float, delta: float) -> Curve:
-    """Compose one direction. parts: grid indices, masses of the upper distribution, counts."""
-    trimmed = []
-    for index, mass, count in parts:
+def _curve(parts: Sequence[tuple[Indices, Array, float, int]], step: float, always: float, delta: float) -> Curve:
+    """Compose one direction. parts: grid indices, masses of the upper distribution, their known total, counts."""
+    trimmed, totals = [], []
+    for index, mass, total, count in parts:
         kept_index, kept_mass, cut = _without_far_tail(*_gathered(index, mass), TAIL_SHARE * delta / count / len(parts))
         always += count * cut
         if not len(kept_index):
             return Curve(np.zeros(1), np.zeros(1), 1.0)  # nothing is left but infinite losses
         trimmed.append((kept_index, kept_mass, count))
+        totals.append(total - cut)
     low, high, outside = _window(trimmed, step, TAIL_SHARE * delta)
     always += outside
     size = fft.next_fast_len(max(high - low + 1, FEWEST_BINS), real=True)
-    folded: list[tuple[Array, int]] = [
-        (np.bincount(index % size, weights=mass, minlength=size).astype(np.float64), count) for index, mass, count in trimmed
+    folded: list[tuple[Array, float, int]] = [
+        (np.bincount(index % size, weights=mass, minlength=size).astype(np.float64), total, count)
+        for (index, mass, count), total in zip(trimmed, totals, strict=True)
     ]
     composed, error = _convolve(folded, ERROR_SHARE * delta)
     loss = step * np.arange(low, low + size, dtype=np.float64)
     return Curve(loss, np.maximum(np.roll(composed, -(low % size)), 0.0), always + error)
 
 
-def _convolve(folded: Sequence[tuple[Array, int]], allowed: float) -> tuple[Array, float]:
+def _convolve(folded: Sequence[tuple[Array, float, int]], allowed: float) -> tuple[Array, float]:
     """Circular convolution of all powers, and a bound on its total error. Extended precision where that bound needs it."""
     everywhere = np.arange(len(folded[0][0]) // 2 + 1)
     composed, error, decay = _convolve_in(np.dtype(np.float64), folded, everywhere)
@@ -132,17 +128,19 @@ def _convolve(folded: Sequence[tuple[Array, int]], allowed: float) -> tuple[Arra
     return composed, error
 
 
-def _convolve_in(real: np.dtype[Any], folded: Sequence[tuple[Array, int]], live: Indices) -> tuple[Array, float, Array]:
+def _convolve_in(real: np.dtype[Any], folded: Sequence[tuple[Array, float, int]], live: Indices) -> tuple[Array, float, Array]:
     """The convolution in one precision, its error bound, and the logarithm of the modulus of its transform.
 
-    live: frequencies to compute; the transform's modulus at the others is below e^FAINTEST.
+    folded: masses, what they must add up to at least (rounding may have lost some), counts. live: frequencies to
+    compute; the transform's modulus at the others is below e^FAINTEST.
     """
     size = len(folded[0][0])
     rounding = float(STAGES * np.finfo(real).eps / 2)
     decay, growth = np.zeros(size // 2 + 1), np.zeros(size // 2 + 1)  # the exact modulus is at most e^(decay + growth)
     logarithm: Any = 0.0
-    for mass, count in folded:
-        value = fft.rfft(mass.astype(real))
+    for mass, total, count in folded:
+        held = mass.astype(real)
+        value = fft.rfft(held * max(real.type(1), total / held.sum()))
         modulus = np.maximum(np.abs(value), 1e-300).astype(np.float64)
         decay += count * np.log(modulus)
         growth += count * np.log1p(rounding / modulus)
