@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import statistics
@@ -23,6 +24,7 @@ def sweep(recipes: Iterable[Recipe], file: Path) -> list[dict[str, Any]]:
             known[key] = {**run(recipe), "machine": platform.machine(), "python": platform.python_version()}
             results.append(known[key])
             _write(file, results)
+            gc.collect()  # a run's tensors hang in cycles
         wanted.append(known[key])
         print(line(known[key]), flush=True)
     return wanted
