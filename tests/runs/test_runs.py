@@ -268,6 +268,20 @@ def test_signals_end_cleanly(tmp_path: Path, number: int, run_cli: Cli) -> None:
     assert checkpoint.read(folder / checkpoint.CHECKPOINT)[1]["steps"] == found["steps"] == ledger(folder).steps
 
 
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_lost(finished: Path, run_cli: Cli) -> None:
+    path = finished / checkpoint.CHECKPOINT
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:100], b"", whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], b"\xff" * 50):
+        path.write_bytes(damaged)
+        before = {file.name: file.read_bytes() for file in finished.iterdir()}
+        ended = run_cli("resume", finished, "--target-epsilon", 2.2, "--steps", 13)
+        assert (ended.code, checkpoint.CHECKPOINT in ended.err) == (1, True)
+        assert {file.name: file.read_bytes() for file in finished.iterdir()} == before
+    path.unlink()
+    assert run_cli("resume", finished, "--target-epsilon", 2.2, "--steps", 13).code == 0
+    assert (result(finished)["steps"], result(finished)["updates_kept"]) == (13, 1)
+
+
 def test_a_signal_while_setting_up_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Stop(), pytest.raises(Interrupted):

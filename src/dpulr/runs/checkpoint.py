@@ -79,7 +79,12 @@ def load_training(
     """Put the last checkpoint's state into place; return what was saved about it, or nothing if there is no checkpoint yet."""
     if not (folder / CHECKPOINT).exists():
         return {}
-    tensors, about = read(folder / CHECKPOINT)
+    try:
+        tensors, about = read(folder / CHECKPOINT)
+    except RunError as damaged:
+        raise RunError(
+            f"{damaged} Put back a whole one, or remove it to go on from the initial weights; what was spent stays spent."
+        ) from damaged
     if about.get("run") != run:
         raise PrivacyRefusal(f"{folder / CHECKPOINT} belongs to another run.")
     try:
