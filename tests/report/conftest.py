@@ -1,4 +1,4 @@
-"""The small job and the helpers of tests/runs serve here too."""
+"""The small job of tests/runs serves here too."""
 
 from __future__ import annotations
 

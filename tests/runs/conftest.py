@@ -1,4 +1,4 @@
-"""A small job, and a helper that runs `dpulr` inside the test's process."""
+"""A small job, and `dpulr` run inside the test's process."""
 
 from __future__ import annotations
 
