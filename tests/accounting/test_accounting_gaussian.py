@@ -117,3 +117,9 @@ def test_tight_rdp_conversion():
     tight = to_epsilon(ORDERS, values, DELTA)
     exact = optimize.brentq(lambda e: gaussian_delta(3.0, e) - DELTA, 0, 50)
     assert exact < tight < classic
+
+
+@pytest.mark.parametrize(("noise", "rate", "steps", "expected"), [(1.0, 1.0, 1, 4.38), (0.5, 1 / 300, 7500, 12.27)])
+def test_reference_values_of_uncredited_noise(noise, rate, steps, expected):
+    ours = acc.gaussian_epsilon(noise_multiplier=noise, sample_rate=rate, steps=steps, delta=DELTA)
+    assert ours == pytest.approx(expected, rel=0.01)
