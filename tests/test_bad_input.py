@@ -95,6 +95,7 @@ class RunningSum(nn.Module):
         return x.cumsum(0)
 
 
+torch.manual_seed(0)
 MIXING: dict[str, tuple[nn.Module, str]] = {
     "batch norm": (nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), r"'1' \(BatchNorm1d\) mixes records"),
     "without affine": (nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, affine=False)), r"'1' \(BatchNorm1d\) mixes records"),
@@ -356,3 +357,24 @@ def test_what_does_not_run_at_all_is_told_with_shapes() -> None:
 def test_a_misspelt_space_is_refused() -> None:
     """Taken for a space of its own it would be bounded by one rule and released by another."""
     refused("space is 'weights'", mechanism=dpulr.Gaussian(space="weights"))  # type: ignore[arg-type]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.head(self.first(x)).float()
+
+
+def test_half_precision_inside_the_model_is_refused() -> None:
+    refused(r"'first' \(Linear\) sees or returns values of type torch.bfloat16", Mixed())
+
+
+def test_a_shared_sign_is_seen_whatever_the_initial_weights() -> None:
+    """A sum over records changes its sign only if the others outweigh the rest."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        refused("before 'second' mixes records", Functional(lambda h: torch.where(h.sum() > 0, h, -h)))

@@ -96,3 +96,10 @@ def test_public_names_exist() -> None:
     assert set(dpulr.__all__) <= set(dir(dpulr))
     with pytest.raises(AttributeError, match="'nothing'"):
         dpulr.nothing  # noqa: B018
+
+
+def test_evaluate_refuses_a_single_output() -> None:
+    """The largest of one output is always the first: an accuracy that says nothing."""
+    data = TensorDataset(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    with pytest.raises(ValueError, match=r"outputs of shape \(4, 1\)"):
+        dpulr.evaluate(nn.Linear(3, 1), data)

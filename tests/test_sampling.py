@@ -175,3 +175,9 @@ class Stream(IterableDataset[Any]):
 def test_unusable_data_sets_are_named(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Records(data, CPU)
+
+
+def test_items_of_unequal_length_are_told_apart_from_bugs() -> None:
+    ragged = Records([(torch.zeros(1 + i), i) for i in range(3)], torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"don't fit into one batch.* Pad what varies in length"):
+        ragged.take(np.arange(3))

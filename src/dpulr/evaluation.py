@@ -24,7 +24,13 @@ def evaluate(model: nn.Module, dataset: Dataset[Any], *, batch_size: int = 2_000
         with torch.inference_mode():
             for start in range(0, records.size, batch_size):
                 inputs, targets = records.take(np.arange(start, min(start + batch_size, records.size)))
-                correct += int((call_model(model, inputs).argmax(1) == targets).sum())
+                output = call_model(model, inputs)
+                if output.dim() != 2 or output.shape[1] < 2 or targets.shape != output.shape[:1]:
+                    raise ValueError(
+                        "evaluate() compares one output a class, of shape (records, classes), with one label a record; "
+                        f"got outputs of shape {tuple(output.shape)} and targets of shape {tuple(targets.shape)}."
+                    )
+                correct += int((output.argmax(1) == targets).sum())
     finally:
         model.train(was_training)
     return correct / records.size

@@ -111,7 +111,13 @@ class Records:
             return tuple(tensor.index_select(0, index.to(tensor.device)) for tensor in self._tensors)
         fetch = getattr(self.dataset, "__getitems__", None)
         items: Iterable[Any] = fetch(rows.tolist()) if fetch is not None else [self.dataset[int(row)] for row in rows]
-        return default_collate(list(items))
+        try:
+            return default_collate(list(items))
+        except (RuntimeError, TypeError) as problem:
+            raise ValueError(
+                f"items of the data set ({type(self.dataset).__name__}) don't fit into one batch: all must have the same shapes, "
+                f"and hold tensors, arrays or numbers. Pad what varies in length. {problem}"
+            ) from problem
 
     def _checked(self, example: Any) -> tuple[Any, Any]:
         if not isinstance(example, tuple | list) or len(example) != 2:

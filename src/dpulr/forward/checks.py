@@ -82,7 +82,7 @@ def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, others: 
     index = torch.arange(_ALL) + _ALL
     index[kept] = kept
     first = _Run(model, loss_fn, batch)
-    for factor in (10, -10):  # so that a mean over records moves visibly, and sums change their sign
+    for factor in (10, -10, 1_000, -1_000):  # so that a mean over records moves visibly, and sums change their sign
         second = _Run(model, loss_fn, choose(join([batch, _other(batch, others, factor)]), index))
         _refuse_difference(model, first, second, "mixes records: a record's value changes with the other records of its batch")
     with without_dropout(model):

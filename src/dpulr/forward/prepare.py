@@ -121,9 +121,19 @@ def _finish(forward: Forward, probes: list[tuple[Any, Any]], space: Space) -> No
         if isinstance(forward, TracedForward):
             forward.learn(small, large)
         for layer, a, b in zip(forward.layers, small.calls, large.calls, strict=True):
+            _refuse_half(layer, a)
             forward.per_record.append(_carries_records(layer, a, b))
             forward.sites.append(Site(layer, a.output.shape[1:], space))
         forward.bytes_per_row = max(counted[1] - counted[0], 1)
+
+
+def _refuse_half(layer: Layer, call: Call) -> None:
+    for leaf in pytree.tree_leaves((call.args, call.kwargs, call.output)):
+        if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{layer.label} sees or returns values of type {leaf.dtype}: their rounding is coarser than the bound on a record. "
+                "Run its forward pass in float32, without autocast."
+            )
 
 
 def _carries_records(layer: Layer, small: Call, large: Call) -> tuple[bool, ...]:
