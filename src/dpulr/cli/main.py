@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dpulr.runs.errors import Interrupted, RunError
 
-_SPACE = "the disk is full. What was recorded is kept; make room and go on with 'dpulr resume'."
+_SPACE = "the disk is full. What was recorded is kept; make room and go on (a run with 'dpulr resume')."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
