@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -356,7 +357,8 @@ def test_what_does_not_run_at_all_is_told_with_shapes() -> None:
 
 def test_a_misspelt_space_is_refused() -> None:
     """Taken for a space of its own it would be bounded by one rule and released by another."""
-    refused("space is 'weights'", mechanism=dpulr.Gaussian(space="weights"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="space is 'weights'"):
+        dpulr.Gaussian(space="weights")  # type: ignore[arg-type]
 
 
 class Mixed(nn.Module):
@@ -378,3 +380,44 @@ def test_a_shared_sign_is_seen_whatever_the_initial_weights() -> None:
     for seed in range(20):
         torch.manual_seed(seed)
         refused("before 'second' mixes records", Functional(lambda h: torch.where(h.sum() > 0, h, -h)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"batch_size": "20"}, "batch_size"),
+        ({"batch_size": 8.5}, "batch_size"),
+        ({"batch_size": True}, "batch_size"),
+        ({"epochs": "two", "steps": None}, "epochs"),
+        ({"steps": math.inf}, "steps"),
+        ({"noise_multiplier": "1"}, "noise_multiplier"),
+        ({"target_epsilon": "1"}, "target_epsilon"),
+        ({"target_delta": None}, "target_delta"),
+        ({"memory_limit": "1 GB"}, "memory_limit"),
+        ({"min_dataset_size": "7"}, "min_dataset_size"),
+        ({"seed": -1}, "seed"),
+        ({"insecure_noise_seed": 1.5}, "insecure_noise_seed"),
+        ({"noise_multiplier": 0.0, "target_epsilon": 1.0}, "without noise"),
+    ],
+    ids=str,
+)
+def test_arguments_of_the_wrong_kind_are_named(settings: dict[str, Any], name: str) -> None:
+    network = nn.Linear(4, 2)
+    data = torch.utils.data.TensorDataset(torch.zeros(20, 4), torch.zeros(20).long())
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    defaults: dict[str, Any] = {"batch_size": 4, "steps": 2, "noise_multiplier": 1.0}
+    with pytest.raises(ValueError, match=name):
+        dpulr.PrivacyEngine(network, optimizer, data, nn.CrossEntropyLoss(reduction="none"), **{**defaults, **settings})
+
+
+def test_optimizers_that_do_not_fit_are_named() -> None:
+    network = nn.Linear(4, 2)
+    data = torch.utils.data.TensorDataset(torch.zeros(20, 4), torch.zeros(20).long())
+    for optimizer, message in (("sgd", "torch optimizer"), (torch.optim.LBFGS(network.parameters()), "LBFGS")):
+        with pytest.raises(ValueError, match=message):
+            dpulr.PrivacyEngine(
+                network, optimizer, data, nn.CrossEntropyLoss(reduction="none"), batch_size=4, steps=1, noise_multiplier=1.0
+            )
+    for settings in ({"subspace": 0}, {"subspace": True}, {"space": "weights"}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            dpulr.Gaussian(**settings)

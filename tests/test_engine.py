@@ -166,7 +166,7 @@ def test_a_step_is_charged_even_if_it_fails() -> None:
     network = nn.Sequential(Fails(), nn.Linear(4, 2))
     private = engine(network)
     network[0].broken = True
-    with pytest.raises(RuntimeError, match="every record: the black box is down"):
+    with pytest.raises(OSError, match="the black box is down"):
         private.step(*next(private.batches()))
     assert private.steps_taken == 1
     network[0].broken = False
@@ -423,3 +423,28 @@ def test_subspaces_release_less() -> None:
     run(part)
     weight = part.model[1].weight.grad
     assert torch.linalg.matrix_rank(weight) <= 3
+
+
+# --- what a review found --------------------------------------------------------------------------------------------------
+def test_a_batch_changed_in_place_is_refused() -> None:
+    private = engine(model())
+    x, y = next(private.batches())
+    x.mul_(0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        private.step(x, y)
+
+
+def test_a_ledger_without_guarantee_stays_without() -> None:
+    loose = engine(model(), insecure_noise_seed=1)
+    run(loose)
+    again = engine(model(), steps=9)
+    again.load_state_dict(loose.state_dict())
+    assert again.guarantee == again.privacy_spent().guarantee == "none"
+    with pytest.raises(ValueError, match="no target_epsilon can be met"):
+        engine(model(), noise_multiplier=None, target_epsilon=2.0).load_state_dict(loose.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"rejection_threshold": "auto"}, {"rejection_threshold": 3}], ids=str)
+def test_shuffled_batches_reject_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="nothing to reject"):
+        engine(model(), sampling="shuffle", **options)

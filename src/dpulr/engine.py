@@ -6,21 +6,28 @@ before the step that would exceed the target epsilon.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from dpulr import accounting
 from dpulr.accounting.events import Charge, SampledStep, Unaccounted
+from dpulr.arguments import (
+    batch_constants,
+    check_budget,
+    check_labels,
+    check_parameters,
+    planned_steps,
+    smaller_neighbour,
+    whole,
+)
 from dpulr.forward.checks import LossFunction
 from dpulr.forward.prepare import prepare
 from dpulr.forward.sites import find_layers
-from dpulr.forward.synthetic import call_model, like, tile
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.base import Guarantee
 from dpulr.randomness import GaussianNoise, RandomSource
@@ -65,25 +72,28 @@ class PrivacyEngine:
         self.model, self.optimizer = model, optimizer
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         self.insecure = insecure_noise_seed is not None
-        _check_budget(target_epsilon, target_delta, noise_multiplier)
+        if memory_limit is not None:
+            whole("memory_limit", memory_limit)
+        whole("seed", seed, least=0)
+        if insecure_noise_seed is not None:
+            whole("insecure_noise_seed", insecure_noise_seed, least=0)
+        check_budget(target_epsilon, target_delta, noise_multiplier)
         find_layers(model)  # names what can't be trained at all
-        device = _check_parameters(model, optimizer)
+        device = check_parameters(model, optimizer)
         self.records = Records(dataset, device)
-        self.expected_batch_size, self.sample_rate = _batch_constants(
+        self.expected_batch_size, self.sample_rate = batch_constants(
             self.records.size, batch_size, expected_batch_size, sample_rate
         )
-        self.planned_steps = _planned_steps(
-            epochs, steps, self.sample_rate, open_end=None not in (target_epsilon, noise_multiplier)
-        )
+        self.planned_steps = planned_steps(epochs, steps, self.sample_rate, open_end=None not in (target_epsilon, noise_multiplier))
 
         self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
-        _check_labels(model, loss_fn, self.records, device)
+        check_labels(model, loss_fn, self.records, device)
         self.bound = self.mechanism.bind(self.forward, memory_limit=memory_limit, seed=seed)
         if rejection_threshold != 0 and batch_size is None and min_dataset_size is None:
             raise ValueError(
                 "rejection_threshold with a private size of the data set needs min_dataset_size, a public lower bound."
             )
-        self.min_dataset_size = _smaller_neighbour(self.records.size, min_dataset_size)
+        self.min_dataset_size = smaller_neighbour(self.records.size, min_dataset_size)
         self.sampler: PoissonSampling | ShuffledSampling = self._sampler(sampling, rejection_threshold)
         self.noise_multiplier = self._calibrated() if noise_multiplier is None else float(noise_multiplier)
         if rejection_threshold == "auto":
@@ -100,6 +110,7 @@ class PrivacyEngine:
         self._noise = GaussianNoise(self.bound.size, source.numpy("noise"))
         self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
         self._current: Batch | None = None
+        self._versions: list[int] = []
 
     # --- training -----------------------------------------------------------------------------------------------------
     def batches(self, steps: int | None = None) -> Iterator[Batch]:
@@ -108,6 +119,7 @@ class PrivacyEngine:
         while self.steps_taken < end:
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
                 self._current = self.records.take(self.sampler.draw(self.records.size, self._batch_rng))
+                self._versions = _versions(self._current)
             yield self._current
             if self._current is not None:
                 raise RuntimeError(
@@ -122,12 +134,14 @@ class PrivacyEngine:
                 "step() takes the current batch of engine.batches(), once, as it came. Another batch, or one used twice, was not "
                 "sampled the way the guarantee assumes."
             )
+        if _versions(self._current) != self._versions:
+            raise RuntimeError("the batch was changed in place since it was drawn. step() takes it as it came.")
         if self.steps_taken >= self.planned_steps:
             raise RuntimeError(f"all {self.planned_steps} planned steps are taken; this one would exceed the budget.")
         self._current = None
         self.ledger.append(self.step_event)
         self._noise.prepare()
-        with torch.inference_mode(), self.forward.checked_mode():
+        with torch.inference_mode(), torch.autocast(self.records.device.type, enabled=False), self.forward.checked_mode():
             total = self.bound.total(inputs, targets, self._directions)
             noise = self._noise.draw().to(total.device)
             release = total.double().add_(noise, alpha=self.bound.noise_std)
@@ -146,8 +160,9 @@ class PrivacyEngine:
 
     @property
     def guarantee(self) -> Guarantee:
-        """What the epsilon of this run is worth."""
-        return self.mechanism.guarantee if self._void() is None else "none"
+        """What the epsilon of this run is worth, all of its ledger included."""
+        void = self._void() is not None or any(isinstance(charge.step, Unaccounted) for charge in self.ledger.charges)
+        return "none" if void else self.mechanism.guarantee
 
     def privacy_spent(self, delta: float | None = None) -> accounting.PrivacySpent:
         """What the steps so far have cost, as numbers and, printed, as a sentence."""
@@ -180,6 +195,8 @@ class PrivacyEngine:
 
     def _sampler(self, sampling: str, rejection_threshold: int | Literal["auto"]) -> PoissonSampling | ShuffledSampling:
         if sampling == "shuffle":
+            if rejection_threshold != 0 or self.expected_batch_size < 1:
+                raise ValueError("shuffled batches have a fixed size of at least 1: there is nothing to reject.")
             return ShuffledSampling(round(self.expected_batch_size))
         if sampling != "poisson":
             raise ValueError(f"sampling is {sampling!r}; it must be 'poisson' or 'shuffle'.")
@@ -241,124 +258,22 @@ class PrivacyEngine:
                 f"this engine has taken {self.steps_taken} steps, which the loaded ledger does not hold: their cost would be "
                 "forgotten. Load into a new engine."
             )
+        self.use_ledger(accounting.Ledger.from_dict(state["ledger"]))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.use_ledger(accounting.Ledger.from_dict(state["ledger"]))
 
     def use_ledger(self, ledger: accounting.Ledger) -> None:
         """Charge the steps to this ledger, one on disk for example. What it holds counts as spent."""
         if self.steps_taken > 0:
             raise RuntimeError(f"this engine has taken {self.steps_taken} steps that the other ledger does not hold.")
+        unaccounted = [charge.step.reason for charge in ledger.charges if isinstance(charge.step, Unaccounted)]
+        if unaccounted and self.target_epsilon is not None and self._void() is None:
+            raise ValueError(f"no target_epsilon can be met on top of a ledger without a guarantee: {unaccounted[0]}.")
         self.ledger = ledger
         if any(charge.step != self.step_event for charge in self.ledger.charges):
             self._limit_steps()
 
 
-def _check_budget(target_epsilon: float | None, target_delta: float, noise_multiplier: float | None) -> None:
-    if target_epsilon is None and noise_multiplier is None:
-        raise ValueError("give target_epsilon (the noise is then calibrated to it) or noise_multiplier.")
-    if target_epsilon is not None and not (math.isfinite(target_epsilon) and target_epsilon > 0):
-        raise ValueError(f"target_epsilon is {target_epsilon}; it must be a positive number.")
-    if noise_multiplier is not None and not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
-        raise ValueError(f"noise_multiplier is {noise_multiplier}; it must be a number of at least 0.")
-    if not 0 < target_delta < 1:
-        raise ValueError(f"target_delta is {target_delta}; it must lie between 0 and 1, well below 1 / (size of the data set).")
-
-
-def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
-    """The optimizer must hold just what is trained; all of it in one place and of one type."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in held:
-        if parameter not in names:
-            raise ValueError(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's. Build it from "
-                "model.parameters() of this very model."
-            )
-    trained = [parameter for parameter in names if parameter.requires_grad]
-    left_out = [names[parameter] for parameter in trained if not any(parameter is other for other in held)]
-    if left_out:
-        raise ValueError(
-            f"the optimizer does not hold {', '.join(map(repr, left_out[:3]))}, which would cost privacy and never move. Add it, "
-            "or freeze it (requires_grad_(False))."
-        )
-    for parameter in trained:
-        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"parameter '{names[parameter]}' is of type {parameter.dtype}: its rounding is coarser than the bound on a record. "
-                "Train in float32 or float64."
-            )
-    kinds = {(parameter.device, parameter.dtype) for parameter in trained}
-    if len(kinds) > 1:
-        raise ValueError(f"all trained parameters must share one device and type; found {', '.join(sorted(map(str, kinds)))}.")
-    return trained[0].device if trained else torch.device("cpu")
-
-
-def _batch_constants(
-    size: int, batch_size: int | None, expected_batch_size: float | None, sample_rate: float | None
-) -> tuple[float, float]:
-    """Expected batch size (the denominator of the update) and sampling rate: public, whatever batch is drawn."""
-    if batch_size is not None:
-        if expected_batch_size is not None or sample_rate is not None:
-            raise ValueError("give batch_size, or expected_batch_size and sample_rate, not both.")
-        if not batch_size >= 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1.")
-        if batch_size > size:
-            raise ValueError(f"batch_size is {batch_size}, but the data set has only {size} records.")
-        return float(batch_size), batch_size / size
-    if expected_batch_size is None or sample_rate is None:
-        raise ValueError("give batch_size; or, where the size of the data set is private, expected_batch_size and sample_rate.")
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate is {sample_rate}; it must lie in (0, 1].")
-    if not (math.isfinite(expected_batch_size) and expected_batch_size > 0):
-        raise ValueError(f"expected_batch_size is {expected_batch_size}; it must be a positive number.")
-    return float(expected_batch_size), float(sample_rate)
-
-
-def _smaller_neighbour(size: int, min_dataset_size: int | None) -> int:
-    """The size of the smaller of two neighbouring data sets, which rejection is priced at."""
-    if min_dataset_size is None:
-        return size - 1
-    if not 1 <= min_dataset_size < size:
-        raise ValueError(
-            f"min_dataset_size is {min_dataset_size}, but the data set has {size} records: without one of them it has {size - 1}. "
-            "It must be at least 1 and no larger than that."
-        )
-    return int(min_dataset_size)
-
-
-def _planned_steps(epochs: float | None, steps: int | None, sample_rate: float, *, open_end: bool) -> int:
-    if epochs is not None and steps is not None:
-        raise ValueError("give epochs or steps, not both.")
-    if steps is not None:
-        if isinstance(steps, bool) or steps != int(steps) or steps < 1:
-            raise ValueError(f"steps is {steps}; it must be a whole number of at least 1.")
-        return int(steps)
-    if epochs is not None:
-        if not (math.isfinite(epochs) and epochs > 0):
-            raise ValueError(f"epochs is {epochs}; it must be a positive number.")
-        return max(1, math.ceil(epochs / sample_rate - 1e-9))
-    if open_end:
-        return _OPEN_END
-    raise ValueError("give epochs or steps (or both target_epsilon and noise_multiplier: then training goes on until the target).")
-
-
-def _check_labels(model: nn.Module, loss_fn: LossFunction, records: Records, device: torch.device) -> None:
-    """Whole-number targets must be such that the loss accepts them. Which labels exist is part of the schema, like shapes are."""
-    targets = records.all_targets()
-    if targets is None or targets.is_floating_point() or targets.dim() != 1:
-        return
-    labels = torch.unique(targets)
-    inputs, _ = like(records.example, 1, torch.Generator().manual_seed(0), device)
-    with torch.inference_mode():
-        output = call_model(model, inputs)
-        try:
-            loss_fn(tile(output, len(labels)), labels.to(device))
-        except (IndexError, RuntimeError, ValueError) as problem:
-            raise ValueError(
-                f"the loss function does not accept the data set's labels, from {int(labels.min())} to {int(labels.max())}, with "
-                f"the model's output of shape {[tuple(leaf.shape[1:]) for leaf in pytree.tree_leaves(output)]} a record: {problem}"
-            ) from problem
-
-
-_OPEN_END = 10_000_000
+def _versions(batch: Batch) -> list[int]:
+    """How often each tensor of the batch has been changed in place."""
+    return [leaf._version for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]

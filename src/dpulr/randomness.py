@@ -1,7 +1,7 @@
 """Where secret randomness comes from: the operating system, one generator for each purpose.
 
 torch's CPU generator uses 32 bits of its seed only, and its float32 normals end at 5.77 standard deviations (docs/pitfalls.md).
-So batches, directions and noise on the CPU are drawn by numpy, seeded with 256 bits.
+So batches, directions and noise on the CPU are drawn by numpy, seeded with 192 bits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+
+from dpulr.layers.base import flat_norm
 
 
 class RandomSource:
@@ -48,7 +50,7 @@ _secret: weakref.WeakSet[SecretGenerator] = weakref.WeakSet()
 
 
 def _fresh() -> np.random.SFC64:
-    return np.random.SFC64(secrets.randbits(256))
+    return np.random.SFC64(np.random.SeedSequence(secrets.randbits(256), pool_size=8))
 
 
 def _after_fork() -> None:
@@ -79,7 +81,7 @@ class Directions:
     def sphere(self, *shape: int) -> Tensor:
         """Uniform on the unit sphere of the last axis."""
         z = self.normal(*shape)
-        return z.div_(torch.linalg.vector_norm(z, dim=-1, keepdim=True))
+        return z.div_(_lengths(z))
 
     def frames(self, blocks: int, records: int, size: int, dim: int) -> Tensor:
         """(blocks, records, size, dim): uniform orthonormal frames, by Gram-Schmidt done twice for accuracy."""
@@ -88,8 +90,13 @@ class Directions:
             for _ in range(2):
                 for j in range(i):
                     z[i] -= (z[i] * z[j]).sum(-1, keepdim=True) * z[j]
-            z[i] /= torch.linalg.vector_norm(z[i], dim=-1, keepdim=True)
+            z[i] /= _lengths(z[i])
         return z.movedim(0, 2)
+
+
+def _lengths(z: Tensor) -> Tensor:
+    """Lengths along the last axis, exact to the last digits also in millions of dimensions."""
+    return flat_norm(z.flatten(0, -2)).view(*z.shape[:-1], 1)
 
 
 class GaussianNoise:

@@ -59,6 +59,7 @@ def prepare(
             _finish(traced, probes, space)
             with other_weights(model.parameters(), keep=1.0):
                 _verify(traced, HookedForward(model, loss_fn, layers), probes[1])
+            traced.probe = probes[0]
             return traced
         except Untraceable as problem:
             if method == "trace":
@@ -68,6 +69,7 @@ def prepare(
     _finish(hooked, probes, space)
     with other_weights(model.parameters(), keep=1.0):
         _check_alignment(hooked, probes[1])
+    hooked.probe = probes[0]
     return hooked
 
 
@@ -123,8 +125,20 @@ def _finish(forward: Forward, probes: list[tuple[Any, Any]], space: Space) -> No
         for layer, a, b in zip(forward.layers, small.calls, large.calls, strict=True):
             _refuse_half(layer, a)
             forward.per_record.append(_carries_records(layer, a, b))
-            forward.sites.append(Site(layer, a.output.shape[1:], space))
+            site = Site(layer, a.output.shape[1:], space)
+            if site.space == "weight":
+                _check_weights(site, Call(a.args, a.kwargs, a.output, forward.per_record[-1]))
+            forward.sites.append(site)
         forward.bytes_per_row = max(counted[1] - counted[0], 1)
+
+
+def _check_weights(site: Site, call: Call) -> None:
+    """The layer must run with weights of each record's own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.func on what it batches slowly
+        out = site.perturbed(call, torch.zeros(1, call.records, site.dim, dtype=call.output.dtype, device=call.output.device))
+    if not bool(torch.isfinite(out).all()) and bool(torch.isfinite(call.output).all()):
+        raise ValueError(f"{site.layer.label} does not run with weights of a record's own (torch.func.functional_call).")
 
 
 def _refuse_half(layer: Layer, call: Call) -> None:

@@ -5,9 +5,10 @@ A model that can't be taken apart (torch.fx) is run as a whole with a hook at th
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dpulr.forward.checks import LossFunction
 from dpulr.forward.sites import Layer, Site
-from dpulr.forward.synthetic import call_model, call_on_copy, count, join, rows, tile
+from dpulr.forward.synthetic import call_model, call_on_copy, choose, count, join, rows, tile
 from dpulr.forward.trace import (
     Suffix,
     Tiling,
@@ -65,6 +66,8 @@ class Forward(ABC):
         self.sites: list[Site] = []
         self.per_record: list[tuple[bool, ...]] = []
         self.bytes_per_row = 0
+        self.probe: tuple[Any, Any] | None = None
+        """Made-up inputs and targets, set when the model has passed all checks."""
         self._modes = [(module, module.training) for module in model.modules()]
 
     @contextmanager
@@ -88,13 +91,54 @@ class Forward(ABC):
         """The model's output when the site's output is `rows` (repeats * records, *out)."""
 
     def losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
-        """(repeats, records) losses when the site's output is `perturbed` (repeats, records, *out). Non-finite ones stay so."""
+        """(repeats, records) losses when the site's output is `perturbed` (repeats, records, *out). Non-finite ones stay so.
+
+        A record whose pass raises gets NaN there, with the perturbation it has: an error must not show which record it was, and a
+        second draw would be a choice.
+        """
+        try:
+            return self._losses(clean, site, perturbed)
+        except Exception:  # whatever a black box may raise
+            if self.probe is None:
+                raise
+            self._check_alive(site)
+        losses = torch.full(perturbed.shape[:2], math.nan, dtype=clean.losses.dtype, device=clean.losses.device)
+        for i in range(clean.records):
+            with suppress(Exception):
+                alone = self.clean(*rows((clean.inputs, clean.targets), i, i + 1))
+                for r in range(len(perturbed)):
+                    with suppress(Exception):
+                        losses[r, i] = self._losses(alone, site, perturbed[r : r + 1, i : i + 1])[0, 0]
+        return losses
+
+    def _losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
         repeats, records = perturbed.shape[:2]
         if records == 0:
             return clean.losses.new_zeros(repeats, 0)
         output = self.output(clean, site, perturbed.flatten(0, 1), repeats)
         targets = clean.tiled("targets", clean.targets, repeats)
         return self.loss_fn(output, targets).view(repeats, records)
+
+    def surviving(self, inputs: Any, targets: Any) -> Clean | None:
+        """The clean pass over the records for which it does not raise; None if there are none."""
+        try:
+            return self.clean(inputs, targets)
+        except Exception:  # as above
+            self._check_alive(0)
+        kept = []
+        for i in range(count(targets)):
+            with suppress(Exception):
+                self.clean(*rows((inputs, targets), i, i + 1))
+                kept.append(i)
+        with suppress(Exception):
+            return self.clean(*choose((inputs, targets), torch.tensor(kept))) if kept else None
+        return None
+
+    def _check_alive(self, site: int) -> None:
+        """A black box that is down raises on made-up inputs too. That says nothing about a record, so that error may be seen."""
+        assert self.probe is not None
+        clean = self.clean(*self.probe)
+        self._losses(clean, site, clean.calls[site].output.unsqueeze(0))
 
 
 class TracedForward(Forward):
@@ -183,7 +227,7 @@ class LoneForward(HookedForward):
         ]
         return Clean(inputs, targets, torch.cat([part.losses for part in parts]), calls, join([part.output for part in parts]))
 
-    def losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
+    def _losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
         records = perturbed.shape[1]
         batch = [rows((clean.inputs, clean.targets), i, i + 1) for i in range(records)]
         losses = []

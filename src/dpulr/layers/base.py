@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -89,16 +90,12 @@ class LayerRule:
 
         try:
             out = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")(stacked, *rows)
-        except RuntimeError:  # what vmap can't batch (control flow, recurrent kernels): row by row
-            out = torch.stack(
-                [
-                    one(
-                        {name: w[i] for name, w in stacked.items()},
-                        *[row[i] if marked else row for row, marked in zip(rows, call.per_record, strict=True)],
-                    )
-                    for i in range(repeats * records)
-                ]
-            )
+        except Exception:  # what vmap can't batch (control flow, recurrent kernels), or a black box that raises: row by row
+            out = torch.full((repeats * records, 1, *call.output.shape[1:]), math.nan).to(call.output)
+            for i in range(repeats * records):
+                with suppress(Exception):
+                    weights = {name: w[i] for name, w in stacked.items()}
+                    out[i] = one(weights, *[row[i] if marked else row for row, marked in zip(rows, call.per_record, strict=True)])
         return out.view(repeats, records, *call.output.shape[1:])
 
     def weight_pair(self, call: Call, flat: Tensor) -> tuple[Tensor, Tensor]:

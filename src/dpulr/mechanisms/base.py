@@ -28,6 +28,14 @@ ROUNDING = 1 - 1e-5
 """Bounds are met with this much room, so that float32 rounding can't push a record above them."""
 
 
+def check_spaces(space: object, subspace: object) -> None:
+    """Refuse a space or a subspace that does not exist."""
+    if space not in ("auto", "output", "weight"):
+        raise ValueError(f"space is {space!r}; it must be 'auto', 'output' or 'weight'.")
+    if subspace not in ("auto", None) and (isinstance(subspace, bool) or not isinstance(subspace, int) or subspace < 1):
+        raise ValueError(f"subspace is {subspace!r}; it must be None or a whole number of at least 1.")
+
+
 class Mechanism(ABC):
     """Public settings of a mechanism."""
 
@@ -75,28 +83,11 @@ class Bound(ABC):
             coordinates.draw(self._public)
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         parts = self._parts(total)
-        try:
-            for chunk in self.record_chunks(inputs, targets):
-                self.add(self.forward.clean(*chunk), directions, parts)
-        except Exception:  # whatever a black box may raise
-            total.zero_()
-            self._add_one_by_one(inputs, targets, directions, total)
+        for chunk in self.record_chunks(inputs, targets):
+            clean = self.forward.surviving(*chunk)
+            if clean is not None:
+                self.add(clean, directions, parts)
         return total
-
-    def _add_one_by_one(self, inputs: Any, targets: Any, directions: Directions, total: Tensor) -> None:
-        """A record whose pass raises contributes nothing, as one with a NaN does: an error must not show which record it was."""
-        records, problem = _records(targets), None
-        raised = 0
-        for i in range(records):
-            alone = torch.zeros_like(total)
-            try:
-                self.add(self.forward.clean(*rows((inputs, targets), i, i + 1)), directions, self._parts(alone))
-            except Exception as error:
-                raised, problem = raised + 1, error
-            else:
-                total += alone
-        if raised == records:
-            raise RuntimeError(f"the model or the loss raises for every record: {problem}") from problem
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
         """Write the parameters' gradients that a release stands for, site by site."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpulr.accounting.events import GaussianRelease
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Space
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism
+from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces
 from dpulr.randomness import Directions
 
 Estimator = Literal["likelihood-ratio", "baseline", "antithetic"]
@@ -55,6 +55,7 @@ class Gaussian(Mechanism):
             value = getattr(self, field)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{field} is {value}; it must be a positive number.")
+        check_spaces(self.space, self.subspace)
         if self.layer_weights is not None:
             object.__setattr__(self, "layer_weights", tuple(self.layer_weights))
             if self.clipping == "joint":

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Space
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism
+from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces
 from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
 from dpulr.randomness import Directions
 
@@ -57,6 +57,8 @@ class HiddenDirection(Mechanism):
         if self.frames > 1 and self.kappa is not None:
             raise ValueError("orthonormal frames (frames > 1) keep signs only: use kappa=None.")
         if self.layer_weights != "auto":
+            if isinstance(self.layer_weights, str):
+                raise ValueError(f"layer_weights is {self.layer_weights!r}; it must be 'auto' or a number for each layer.")
             object.__setattr__(self, "layer_weights", tuple(self.layer_weights))
         for field in ("radius", "kappa"):
             value = getattr(self, field)
@@ -64,10 +66,7 @@ class HiddenDirection(Mechanism):
                 raise ValueError(f"{field} is {value}; it must be a positive number.")
         if self.last_layer not in ("hidden", "exact"):
             raise ValueError(f"last_layer is {self.last_layer!r}; it must be 'hidden' or 'exact'.")
-        if self.space not in ("auto", "output", "weight"):
-            raise ValueError(f"space is {self.space!r}; it must be 'auto', 'output' or 'weight'.")
-        if self.subspace not in ("auto", None) and (not isinstance(self.subspace, int) or self.subspace < 1):
-            raise ValueError(f"subspace is {self.subspace!r}; it must be 'auto', None or a whole number of at least 1.")
+        check_spaces(self.space, self.subspace)
 
     def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundHiddenDirection:
         return BoundHiddenDirection(self, forward, memory_limit=memory_limit, seed=seed)
@@ -118,7 +117,7 @@ class BoundHiddenDirection(Bound):
             LayerCost.exact(gradient) if i == self.exact else LayerCost.hidden(coordinates.dim, self.settings.repeats, gradient)
             for i, (coordinates, gradient) in enumerate(zip(self.coordinates, guesses, strict=True))
         ]
-        return balanced(costs, noise_multiplier)
+        return balanced(costs, noise_multiplier or 1.0)
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
@@ -176,10 +175,14 @@ class BoundHiddenDirection(Bound):
         """(records, dim): slopes of the loss along the coordinates of the last layer's output, by central differences."""
         site, call, coordinates = self.forward.sites[index], clean.calls[index], self.coordinates[index]
         axes = torch.eye(coordinates.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
-        step = _EXACT_STEP * coordinates.perturbation(axes.expand(-1, clean.records, -1))
-        losses = self.forward.losses(clean, index, site.perturbed_pair(call, step))
-        slopes = (losses[: len(step)] - losses[len(step) :]).t() / (2 * _EXACT_STEP)
-        return torch.where(torch.isfinite(slopes), slopes, 0)
+        slopes, start = [], 0
+        for count in self.repeat_chunks(site, clean.records, coordinates.dim, signs=2):
+            step = _EXACT_STEP * coordinates.perturbation(axes[start : start + count].expand(-1, clean.records, -1))
+            losses = self.forward.losses(clean, index, site.perturbed_pair(call, step))
+            slopes.append((losses[:count] - losses[count:]) / (2 * _EXACT_STEP))
+            start += count
+        slope = torch.cat(slopes).t()
+        return torch.where(torch.isfinite(slope), slope, 0)
 
     def _check_exact(self) -> None:
         site = self.forward.sites[-1]
