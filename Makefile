@@ -8,7 +8,7 @@ help:
 	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
 	@echo "make test              set up .venv with the test extras; run ruff, mypy and the quick tests"
 	@echo "make slow              the slow tests"
-	@echo "make check-accounting  sweep the accountant over its whole range against an oracle"
+	@echo "make check-accounting  sweep the accountant over its range against an oracle (20 minutes)"
 	@echo "make clean             remove .venv and caches"
 
 setup: .venv/ready
@@ -27,7 +27,7 @@ setup-dev: .venv/ready-dev
 
 train: setup
 	@echo "--- training"
-	$(BIN)/python -m dpulr.experiments.mnist
+	$(BIN)/dpulr train
 
 test: setup-dev lint types tests
 

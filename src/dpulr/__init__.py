@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr import accounting, data, models
+    from dpulr import accounting, data, models, runs
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.evaluation import evaluate
@@ -25,9 +25,10 @@ __all__ = [
     "data",
     "evaluate",
     "models",
+    "runs",
 ]
 
-_MODULES = {"accounting", "data", "models"}
+_MODULES = {"accounting", "data", "models", "runs"}
 _HOME = {
     "Gaussian": "mechanisms",
     "HiddenDirection": "mechanisms",

@@ -19,7 +19,7 @@ from small_cli import SMALL, Ended
 
 import dpulr
 from dpulr import accounting
-from dpulr.experiments.mnist import MAIN
+from dpulr.experiments.training import Recipe
 from dpulr.runs import Interrupted, Settings, building, checkpoint
 from dpulr.runs.files import read_lines
 from dpulr.runs.ledger import DiskLedger, ledger_digest
@@ -39,7 +39,8 @@ def ledger(folder: Path) -> DiskLedger:
 
 def test_the_defaults_are_the_main_job() -> None:
     recipe = building.recipe(Settings())
-    assert {**recipe.describe(), "model": "mlp"} == MAIN.describe()
+    main = Recipe(dpulr.HiddenDirection(repeats=8), batch_size=2_000, epochs=10, target_epsilon=1.0, learning_rate=0.4)
+    assert {**recipe.describe(), "model": "mlp"} == main.describe()
     assert isinstance(building.make_model(Settings()), type(dpulr.models.mlp()))
 
 
