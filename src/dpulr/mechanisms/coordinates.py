@@ -13,8 +13,6 @@ from dpulr.forward.sites import Site
 from dpulr.layers import Call
 from dpulr.layers.base import numel
 
-_MOST_ROTATED = 1_024
-
 
 class Coordinates:
     """Coordinates of one site. `dim` is the size of the space that directions are hidden in, `size` that of the release."""
@@ -29,7 +27,6 @@ class Coordinates:
         self.shapes = {name: torch.Size(self._shape(p.shape)) for name, p in site.parameters.items()} if self._by_rows else {}
         self.size = sum(numel(shape) for shape in self.shapes.values()) if self._by_rows else self.dim
         self.basis = torch.empty(0)
-        self._rotation, self._next = torch.empty(0, 0), 0
 
     @property
     def _by_rows(self) -> bool:
@@ -51,25 +48,10 @@ class Coordinates:
         return (self.kept, *shape[1:]) if self.reduced else tuple(shape)
 
     def draw(self, public: torch.Generator) -> None:
-        """The next orthonormal basis (width x kept), independent of all data.
-
-        Up to a width of 1,024 the bases of successive steps are blocks of one random rotation, so that width / kept steps see every
-        direction once; beyond, each is drawn alone.
-        """
-        if not self.reduced:
-            return
-        if self.width > _MOST_ROTATED:
-            self.basis = self._orthonormal(self.kept, public)
-            return
-        if self._next + self.kept > self._rotation.shape[1]:
-            self._rotation, self._next = self._orthonormal(self.width, public), 0
-        self.basis = self._rotation[:, self._next : self._next + self.kept]
-        self._next += self.kept
-
-    def _orthonormal(self, columns: int, public: torch.Generator) -> Tensor:
-        normal = torch.randn(self.width, columns, generator=public, dtype=self.dtype)
-        basis: Tensor = torch.linalg.qr(normal)[0]
-        return basis.to(self.device)
+        """A fresh orthonormal basis (width x kept): uniform, and independent of all data."""
+        if self.reduced:
+            normal = torch.randn(self.width, self.kept, generator=public, dtype=self.dtype)
+            self.basis = torch.linalg.qr(normal)[0].to(self.device)
 
     def perturbation(self, z: Tensor) -> Tensor:
         """Directions (repeats, records, dim) in the coordinates of the site."""

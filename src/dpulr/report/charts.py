@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 460, 250
-LEFT, RIGHT, TOP, BOTTOM = 56, 24, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 56, 24, 20, 40
 COLOURS = 6
 
 
