@@ -118,3 +118,15 @@ def test_auto_threshold_is_the_largest_that_is_nearly_free():
     assert 0 < chosen < 500
     assert price(chosen) <= 1.01 * price(0) < price(chosen + 1)
     assert acc.auto_rejection_threshold(release, **setting, fraction=0.1) >= chosen
+
+
+def test_auto_is_the_threshold_it_stands_for() -> None:
+    setting = {"noise_multiplier": 2.0, "sample_rate": 1 / 120, "steps": 3000, "delta": 1e-5}
+    threshold = acc.auto_rejection_threshold(
+        acc.GaussianRelease(2.0), sample_rate=1 / 120, steps=3000, delta=1e-5, min_dataset_size=59_999
+    )
+    price = acc.gaussian_epsilon(**setting, rejection_threshold="auto", min_dataset_size=59_999)
+    assert price == acc.gaussian_epsilon(**setting, rejection_threshold=threshold, min_dataset_size=59_999)
+    assert acc.gaussian_epsilon(**setting) < price <= 1.01 * acc.gaussian_epsilon(**setting)
+    with pytest.raises(ValueError, match="min_dataset_size"):
+        acc.gaussian_epsilon(**setting, rejection_threshold="auto")

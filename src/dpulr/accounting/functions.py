@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from dpulr.accounting import checks
 from dpulr.accounting.events import Charge, GaussianRelease, HiddenDirectionRelease, HiddenSite, Release, SampledStep
@@ -10,6 +11,7 @@ from dpulr.accounting.pricing import epsilon
 from dpulr.accounting.rejection import AUTO_FRACTION, largest_threshold
 
 PerLayer = float | int | Sequence[float] | None
+Threshold = int | Literal["auto"]
 
 
 def gaussian_epsilon(
@@ -18,13 +20,12 @@ def gaussian_epsilon(
     sample_rate: float,
     steps: int,
     delta: float,
-    rejection_threshold: int = 0,
+    rejection_threshold: Threshold = 0,
     min_dataset_size: int | None = None,
     method: str = "pld",
 ) -> float:
     """Epsilon of `steps` Poisson-sampled Gaussian releases (docs/theory.md, sections 3 to 5)."""
-    step = SampledStep(GaussianRelease(noise_multiplier), sample_rate, rejection_threshold, min_dataset_size)
-    return epsilon([Charge(step, steps)], delta, method)
+    return _price(GaussianRelease(noise_multiplier), sample_rate, steps, delta, rejection_threshold, min_dataset_size, method)
 
 
 def hidden_direction_epsilon(
@@ -38,7 +39,7 @@ def hidden_direction_epsilon(
     repeats: int | Sequence[int] = 1,
     frames: int | Sequence[int] = 1,
     gaussian_weights: Sequence[float] = (),
-    rejection_threshold: int = 0,
+    rejection_threshold: Threshold = 0,
     min_dataset_size: int | None = None,
     method: str = "pld",
 ) -> float:
@@ -54,8 +55,26 @@ def hidden_direction_epsilon(
         frames=frames,
         gaussian_weights=gaussian_weights,
     )
-    step = SampledStep(release, sample_rate, rejection_threshold, min_dataset_size)
-    return epsilon([Charge(step, steps)], delta, method)
+    return _price(release, sample_rate, steps, delta, rejection_threshold, min_dataset_size, method)
+
+
+def _price(
+    release: Release,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    rejection_threshold: Threshold,
+    min_dataset_size: int | None,
+    method: str,
+) -> float:
+    checks.whole("steps", steps, 0)
+    if rejection_threshold == "auto":
+        if min_dataset_size is None:
+            raise ValueError("rejection_threshold='auto' needs min_dataset_size, the size of the smaller of two neighbours.")
+        rejection_threshold = auto_rejection_threshold(
+            release, sample_rate=sample_rate, steps=steps, delta=delta, min_dataset_size=min_dataset_size
+        )
+    return epsilon([Charge(SampledStep(release, sample_rate, rejection_threshold, min_dataset_size), steps)], delta, method)
 
 
 def hidden_direction_release(
