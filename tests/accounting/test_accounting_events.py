@@ -82,7 +82,7 @@ def test_numbers_out_of_range(name, value):
 
 @pytest.mark.parametrize("value", [1.5, -1, 10.0, math.nan, None])
 def test_steps_must_be_whole(value):
-    with pytest.raises(ValueError, match="count"):
+    with pytest.raises(ValueError, match="steps"):
         good(steps=value)
 
 
