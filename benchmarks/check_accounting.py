@@ -70,7 +70,8 @@ def oracle(layout: Layout, noise: float, rate: float, steps: int, guess: float) 
     draws = layout.repeats // layout.frame
     spread = noise * math.sqrt(layout.repeats)
     if draws == 1 and len(layout.dims) == 1 and layout.dims[0][1] == 1 and not layout.exact:
-        single = nodes(layout.dims[0][0], spread, layout.frame, fine=4 if steps == 1 else 1)
+        fine = 4 if steps == 1 or layout.dims[0][0] == 1 else 2 if rate < 1e-3 else 1  # rare samples weigh the far tail
+        single = nodes(layout.dims[0][0], spread, layout.frame, fine=fine)
         return epsilon_near(*single, rate, steps, DELTA, guess)
     parts = [(*nodes(dim, spread, layout.frame, fine=2), count * draws) for dim, count in layout.dims]
     if layout.exact:
