@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.evaluation import evaluate
-    from dpulr.mechanisms import Gaussian, HiddenDirection
+    from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "HiddenDirection",
     "PrivacyEngine",
     "PrivacySpent",
+    "ZerothOrder",
     "accounting",
     "data",
     "evaluate",
@@ -34,6 +35,7 @@ _HOME = {
     "HiddenDirection": "mechanisms",
     "PrivacyEngine": "engine",
     "PrivacySpent": "accounting",
+    "ZerothOrder": "mechanisms",
     "evaluate": "evaluation",
 }
 

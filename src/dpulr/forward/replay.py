@@ -101,7 +101,7 @@ class Forward(ABC):
         except Exception:  # whatever a black box may raise
             if self.probe is None:
                 raise
-            self._check_alive(site)
+            self.check_alive(site)
         losses = torch.full(perturbed.shape[:2], math.nan, dtype=clean.losses.dtype, device=clean.losses.device)
         for i in range(clean.records):
             with suppress(Exception):
@@ -124,7 +124,7 @@ class Forward(ABC):
         try:
             return self.clean(inputs, targets)
         except Exception:  # as above
-            self._check_alive(0)
+            self.check_alive(0)
         kept = []
         for i in range(count(targets)):
             with suppress(Exception):
@@ -134,7 +134,7 @@ class Forward(ABC):
             return self.clean(*choose((inputs, targets), torch.tensor(kept))) if kept else None
         return None
 
-    def _check_alive(self, site: int) -> None:
+    def check_alive(self, site: int) -> None:
         """A black box that is down raises on made-up inputs too. That says nothing about a record, so that error may be seen."""
         assert self.probe is not None
         clean = self.clean(*self.probe)

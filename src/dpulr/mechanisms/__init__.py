@@ -5,10 +5,11 @@ from __future__ import annotations
 from dpulr.mechanisms.base import Bound, Mechanism
 from dpulr.mechanisms.gaussian import Gaussian
 from dpulr.mechanisms.hidden_direction import HiddenDirection
+from dpulr.mechanisms.zeroth_order import ZerothOrder
 
-__all__ = ["Bound", "Gaussian", "HiddenDirection", "Mechanism", "by_name"]
+__all__ = ["Bound", "Gaussian", "HiddenDirection", "Mechanism", "ZerothOrder", "by_name"]
 
-_KINDS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (HiddenDirection, Gaussian)}
+_KINDS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (HiddenDirection, Gaussian, ZerothOrder)}
 
 
 def by_name(mechanism: str | Mechanism) -> Mechanism:

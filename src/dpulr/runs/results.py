@@ -10,7 +10,7 @@ import torch
 
 import dpulr
 from dpulr.engine import PrivacyEngine
-from dpulr.mechanisms import Gaussian, HiddenDirection
+from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
 from dpulr.runs.errors import RunError
 from dpulr.runs.files import read_json
 from dpulr.runs.ledger import DiskLedger
@@ -84,6 +84,8 @@ def forward_passes(engine: PrivacyEngine) -> int | None:
         return engine.steps_taken * (1 + 2 * settings.repeats * hidden + exact)
     if isinstance(settings, Gaussian):
         return engine.steps_taken * (1 + (2 if settings.estimator == "antithetic" else 1) * settings.repeats * sites)
+    if isinstance(settings, ZerothOrder):
+        return engine.steps_taken * 2 * settings.repeats
     return None
 
 

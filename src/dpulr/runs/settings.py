@@ -25,7 +25,7 @@ class Settings:
 
     dataset: str = _option("mnist", "Data set: mnist, fashion-mnist, cifar10, or package.module:function returning (train, test).")
     model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
-    mechanism: str = _option("hidden-direction", "hidden-direction or gaussian.")
+    mechanism: str = _option("hidden-direction", "hidden-direction, gaussian or zeroth-order.")
     repeats: int | None = _option(8, "Perturbations a record, layer and step.")
     batch_size: int = _option(2_000, "Expected size of a batch.")
     epochs: float = _option(10.0, "How often a record is seen on average.")
