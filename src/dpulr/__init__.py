@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr import accounting, data, models, runs
+    from dpulr import accounting, audit, data, models, runs
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.evaluation import evaluate
@@ -23,13 +23,14 @@ __all__ = [
     "PrivacySpent",
     "ZerothOrder",
     "accounting",
+    "audit",
     "data",
     "evaluate",
     "models",
     "runs",
 ]
 
-_MODULES = {"accounting", "data", "models", "runs"}
+_MODULES = {"accounting", "audit", "data", "models", "runs"}
 _HOME = {
     "Gaussian": "mechanisms",
     "HiddenDirection": "mechanisms",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dpulr.cli import datasets, evaluating, planning, reporting, training
+from dpulr.cli import auditing, datasets, evaluating, planning, reporting, training
 
 app = typer.Typer(
     name="dpulr",
@@ -37,6 +37,7 @@ def _common(
 app.command("train")(training.train)
 app.command("resume")(training.resume)
 app.command("plan")(planning.plan)
+app.command("audit")(auditing.audit)
 app.command("report")(reporting.report)
 app.command("evaluate")(evaluating.evaluate)
 app.add_typer(datasets.data, name="data")

@@ -1,0 +1,11 @@
+"""Measured lower bounds on epsilon, with stated confidence: what a claim is worth (docs/audit.md)."""
+
+from __future__ import annotations
+
+from dpulr.audit.claims import Claim
+from dpulr.audit.games import BatchGame, Game, RowsGame
+from dpulr.audit.one_step import one_step, play
+from dpulr.audit.picture import draw
+from dpulr.audit.verdict import Verdict
+
+__all__ = ["BatchGame", "Claim", "Game", "RowsGame", "Verdict", "draw", "one_step", "play"]

@@ -1,0 +1,187 @@
+"""From scores to a verdict: thresholds chosen on one half of the trials, counts taken on the other, every choice paid for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dpulr.audit.attacks import Attack
+from dpulr.audit.bounds import Array, epsilon_from_rates, lower_rate, upper_rate
+from dpulr.audit.claims import Claim, largest_refuted, refuted, scaled
+
+_CANDIDATES = 400  # thresholds looked at on the first half
+_ROC_POINTS = 200
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was claimed, what was measured, and how sure that is.
+
+    lower_bound     epsilon at `delta` is at least this, whatever the mechanism does
+    curve_bound     the same if the truth has the shape of the claim: the claim with more noise, of this epsilon, is refuted
+    broken          the claim is refuted, at `confidence`
+    trials          releases of each kind, with the canary and without; half of them choose the attack
+    """
+
+    mechanism: str
+    canary: str
+    claimed_epsilon: float
+    delta: float
+    lower_bound: float
+    curve_bound: float
+    broken: bool
+    confidence: float
+    trials: int
+    attack: str
+    tests: int
+    nominal: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    roc: list[tuple[float, float]] = field(default_factory=list, repr=False)
+    allowed: list[tuple[float, float]] = field(default_factory=list, repr=False)
+    seconds: float = 0.0
+
+    @property
+    def measured(self) -> float:
+        return max(self.lower_bound, self.curve_bound)
+
+    def __str__(self) -> str:
+        claim = f"{'nominally ' if self.nominal else ''}claims {up(self.claimed_epsilon)}"
+        if self.broken:
+            return f"BROKEN: {claim}, at least {down(self.measured)}"
+        return f"holds (measured {down(self.measured)} of {up(self.claimed_epsilon)})"
+
+    def details(self) -> str:
+        """The lines below the verdict."""
+        lines = [
+            f"{self.mechanism}, canary: {self.canary}, delta {self.delta:g}",
+            f"claimed epsilon    {up(self.claimed_epsilon)}{' (nominal: not proved)' if self.nominal else ''}",
+            f"measured           {down(self.curve_bound)} if the truth has the claim's curve with some other noise",
+            f"                   {down(self.lower_bound)} whatever the truth is",
+            f"confidence         {self.confidence:.6g}, all {self.tests} tests together",
+            f"trials             {self.trials:,} with the canary, {self.trials:,} without; half to choose, half to count",
+            f"best attack        {self.attack}",
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"verdict": str(self), **asdict(self), "measured": self.measured}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+
+def up(value: float) -> str:
+    """Three figures, never below the value."""
+    return _figures(value, math.ceil)
+
+
+def down(value: float) -> str:
+    """Three figures, never above the value."""
+    return _figures(value, math.floor)
+
+
+def _figures(value: float, rounded: Any) -> str:
+    if value <= 0 or not math.isfinite(value):
+        return "0" if value <= 0 else "infinity"
+    scale = 10.0 ** (2 - math.floor(math.log10(value)))
+    return f"{rounded(value * scale * (1 + (1e-12 if rounded is math.floor else -1e-12))) / scale:.6g}"
+
+
+@dataclass(frozen=True)
+class _Test:
+    attack: str
+    false_positive: float
+    true_positive: float
+
+
+def judge(
+    out: Array,
+    inside: Array,
+    attacks: Sequence[Attack],
+    claim: Claim,
+    *,
+    mechanism: str,
+    canary: str,
+    delta: float = 1e-5,
+    confidence: float = 0.95,
+    settings: dict[str, Any] | None = None,
+    seconds: float = 0.0,
+) -> Verdict:
+    """Hold features of releases without (`out`) and with the canary (`inside`) against a claim."""
+    half_out, half_in = len(out) // 2, len(inside) // 2
+    tests = 2 * len(attacks)  # two thresholds for each attack: one for each bound
+    risk = (1 - confidence) / (2 * tests)  # a test takes two limits
+    results, curves = [], {}
+    for attack in attacks:
+        score = attack.fit(out[:half_out], inside[:half_in])
+        chosen = _thresholds(score(out[:half_out]), score(inside[:half_in]), claim, delta, risk)
+        test_out, test_in = score(out[half_out:]), score(inside[half_in:])
+        for threshold in chosen:
+            fpr = upper_rate(np.count_nonzero(test_out > threshold), len(test_out), risk)
+            tpr = lower_rate(np.count_nonzero(test_in > threshold), len(test_in), risk)
+            results.append(_Test(attack.name, float(fpr), float(tpr)))
+        curves[attack.name] = (test_out, test_in)
+    fpr, tpr = np.array([t.false_positive for t in results]), np.array([t.true_positive for t in results])
+    direct = epsilon_from_rates(fpr, tpr, delta)
+    found = largest_refuted(claim, fpr, tpr)
+    curve_bound = 0.0 if found is None else scaled(claim, found[0]).epsilon(delta)
+    claimed = claim.epsilon(delta)
+    broken = bool((refuted(claim, fpr, tpr) > 0).any() or direct.max() > claimed)
+    best = results[found[1] if found is not None and curve_bound >= direct.max() else int(direct.argmax())].attack
+    return Verdict(
+        mechanism=mechanism,
+        canary=canary,
+        claimed_epsilon=claimed,
+        delta=delta,
+        lower_bound=float(direct.max()),
+        curve_bound=curve_bound,
+        broken=broken,
+        confidence=confidence,
+        trials=min(len(out), len(inside)),
+        attack=best,
+        tests=tests,
+        nominal=claim.nominal,
+        settings=settings or {},
+        roc=_roc(*curves[best]),
+        allowed=_allowed(claim),
+        seconds=round(seconds, 2),
+    )
+
+
+def _thresholds(out: Array, inside: Array, claim: Claim, delta: float, risk: float) -> tuple[float, float]:
+    """The thresholds that promise most, by what they would have proved on these (first half) scores."""
+    pooled = np.unique(np.concatenate([_quantiles(out), _quantiles(inside)]))
+    cuts = (pooled[1:] + pooled[:-1]) / 2 if len(pooled) > 1 else pooled
+    fpr = upper_rate(len(out) - np.searchsorted(np.sort(out), cuts, side="right"), len(out), risk)
+    tpr = lower_rate(len(inside) - np.searchsorted(np.sort(inside), cuts, side="right"), len(inside), risk)
+    direct = epsilon_from_rates(fpr, tpr, delta)
+    found = largest_refuted(claim, fpr, tpr)
+    curve = int((tpr - fpr).argmax()) if found is None else found[1]
+    return float(cuts[int(direct.argmax())]), float(cuts[curve])
+
+
+def _quantiles(scores: Array) -> Array:
+    """Quantiles, closer together in the tails."""
+    tails = np.geomspace(1 / len(scores), 0.5, _CANDIDATES // 4)
+    found: Array = np.quantile(scores, np.concatenate([[0.0], tails, 1 - tails, [1.0]]))
+    return found
+
+
+def _roc(out: Array, inside: Array) -> list[tuple[float, float]]:
+    cuts = np.unique(np.concatenate([_quantiles(out), _quantiles(inside)]))
+    fpr = 1 - np.searchsorted(np.sort(out), cuts, side="right") / len(out)
+    tpr = 1 - np.searchsorted(np.sort(inside), cuts, side="right") / len(inside)
+    step = max(1, len(cuts) // _ROC_POINTS)
+    points = sorted(zip(fpr[::step].tolist(), tpr[::step].tolist(), strict=True))
+    return [(0.0, 0.0), *points, (1.0, 1.0)]
+
+
+def _allowed(claim: Claim) -> list[tuple[float, float]]:
+    """The largest power that the claim allows, as a curve."""
+    fpr = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, 120)])
+    return list(zip(fpr.tolist(), claim.power(fpr).tolist(), strict=True))
