@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.evaluation import evaluate
-    from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
+    from dpulr.mechanisms import Gaussian, HiddenDirection, Paper, ZerothOrder
 
 __version__ = "0.1.0"
 __all__ = [
     "Gaussian",
     "HiddenDirection",
+    "Paper",
     "PrivacyEngine",
     "PrivacySpent",
     "ZerothOrder",
@@ -34,6 +35,7 @@ _MODULES = {"accounting", "audit", "data", "models", "runs"}
 _HOME = {
     "Gaussian": "mechanisms",
     "HiddenDirection": "mechanisms",
+    "Paper": "mechanisms",
     "PrivacyEngine": "engine",
     "PrivacySpent": "accounting",
     "ZerothOrder": "mechanisms",

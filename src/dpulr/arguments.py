@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from dpulr.forward.checks import LossFunction
 from dpulr.forward.synthetic import call_model, like, tile
+from dpulr.mechanisms.base import Mechanism
 from dpulr.sampling import Records
 
 
@@ -29,8 +30,16 @@ def whole(name: str, value: object, least: int = 1) -> int:
     return int(number(name, value, f"a whole number of at least {least}", lambda v: v >= least and v == int(v)))
 
 
-def check_budget(target_epsilon: float | None, target_delta: float, noise_multiplier: float | None) -> None:
-    if target_epsilon is None and noise_multiplier is None:
+def check_budget(
+    target_epsilon: float | None, target_delta: float, noise_multiplier: float | None, *, mechanism: Mechanism
+) -> None:
+    if target_epsilon is not None and mechanism.guarantee != "certified":
+        raise ValueError(
+            f"{mechanism.name} has no certified epsilon: no target_epsilon can be met. Give noise_multiplier (the paper's sigma0)."
+        )
+    if target_epsilon is None and noise_multiplier is None and mechanism.guarantee != "certified" and not mechanism.owns_noise:
+        raise ValueError(f"{mechanism.name} needs noise_multiplier (the paper's sigma0; 0 for plain ULR).")
+    if target_epsilon is None and noise_multiplier is None and not mechanism.owns_noise:
         raise ValueError("give target_epsilon (the noise is then calibrated to it) or noise_multiplier.")
     if target_epsilon is not None:
         positive("target_epsilon", target_epsilon)

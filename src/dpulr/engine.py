@@ -77,7 +77,7 @@ class PrivacyEngine:
         whole("seed", seed, least=0)
         if insecure_noise_seed is not None:
             whole("insecure_noise_seed", insecure_noise_seed, least=0)
-        check_budget(target_epsilon, target_delta, noise_multiplier)
+        check_budget(target_epsilon, target_delta, noise_multiplier, mechanism=self.mechanism)
         find_layers(model)  # names what can't be trained at all
         device = check_parameters(model, optimizer)
         self.records = Records(dataset, device)
@@ -94,7 +94,11 @@ class PrivacyEngine:
                 "rejection_threshold with a private size of the data set needs min_dataset_size, a public lower bound."
             )
         self.min_dataset_size = smaller_neighbour(self.records.size, min_dataset_size)
+        if rejection_threshold == "auto" and self.mechanism.guarantee != "certified":
+            raise ValueError(f"rejection_threshold='auto' weighs epsilon, and {self.mechanism.name} has none: give a number.")
         self.sampler: PoissonSampling | ShuffledSampling = self._sampler(sampling, rejection_threshold)
+        self.sampler = self._own_sampler()
+        noise_multiplier = self._own_noise(noise_multiplier)
         self.noise_multiplier = self._calibrated() if noise_multiplier is None else float(noise_multiplier)
         if rejection_threshold == "auto":
             self.sampler = PoissonSampling(self.sample_rate, self._auto_threshold())
@@ -118,6 +122,7 @@ class PrivacyEngine:
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
         while self.steps_taken < end:
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
+                self._begin()
                 self._current = self.records.take(self.sampler.draw(self.records.size, self._batch_rng))
                 self._versions = _versions(self._current)
             yield self._current
@@ -144,14 +149,21 @@ class PrivacyEngine:
         with torch.inference_mode(), torch.autocast(self.records.device.type, enabled=False), self.forward.checked_mode():
             total = self.bound.total(inputs, targets, self._directions)
             noise = self._noise.draw().to(total.device)
-            release = total.double().add_(noise, alpha=self.bound.noise_std)
-            self.bound.gradients(release.div_(self.expected_batch_size).to(total.dtype), self._gradients)
+            self.bound.gradients(self.bound.release(total, noise, self.expected_batch_size), self._gradients)
         self.optimizer.zero_grad()  # whatever stood there did not come from this step
         for site, views in zip(self.forward.sites, self._gradients, strict=True):
             site.rule.leave_untrained(views)
             for name, parameter in site.parameters.items():
                 parameter.grad = views[name]
         self.optimizer.step()
+
+    def _begin(self) -> None:
+        """Settings of the mechanism that change from step to step."""
+        self.bound.step = self.steps_taken
+        if self.bound.varies:
+            own = self.bound.own_noise
+            self.sampler, self.noise_multiplier = self._own_sampler(), self.noise_multiplier if own is None else own
+            self.step_event = self._event()
 
     # --- privacy ------------------------------------------------------------------------------------------------------
     @property
@@ -167,12 +179,14 @@ class PrivacyEngine:
     def privacy_spent(self, delta: float | None = None) -> accounting.PrivacySpent:
         """What the steps so far have cost, as numbers and, printed, as a sentence."""
         delta = self.target_delta if delta is None else delta
-        return accounting.privacy_spent(self.ledger.charges, delta)
+        void = self._void() if self.mechanism.guarantee != "certified" and self.steps_taken else None
+        return accounting.privacy_spent(self.ledger.charges, delta, reasons=[] if void is None else [void])
 
     def _event(self) -> SampledStep | Unaccounted:
         """What one step is charged as."""
         reason = self._void()
-        return self._sampled(self.noise_multiplier) if reason is None else Unaccounted(reason)
+        nominal = self.mechanism.guarantee != "certified" and self.noise_multiplier > 0  # never certified: only a formula's value
+        return self._sampled(self.noise_multiplier) if reason is None or nominal else Unaccounted(reason)
 
     def _void(self) -> str | None:
         """Why no step of this run has a guarantee, if so."""
@@ -203,6 +217,24 @@ class PrivacyEngine:
         sampler = PoissonSampling(self.sample_rate, 0 if rejection_threshold == "auto" else rejection_threshold)
         sampler.check(self.min_dataset_size)
         return sampler
+
+    def _own_sampler(self) -> PoissonSampling | ShuffledSampling:
+        """The sampler, with the threshold of the mechanism if it has one."""
+        threshold = self.bound.rejection_threshold
+        if threshold is None:
+            return self.sampler
+        if not isinstance(self.sampler, PoissonSampling):
+            raise ValueError("shuffled batches have a fixed size of at least 1: there is nothing to reject.")
+        sampler = PoissonSampling(self.sample_rate, threshold)
+        sampler.check(self.min_dataset_size)
+        return sampler
+
+    def _own_noise(self, given: float | None) -> float | None:
+        """The noise of the mechanism if it has one, else what was given."""
+        own = self.bound.own_noise
+        if own is not None and given not in (None, own):
+            raise ValueError(f"the mechanism has target_std {own:g} and noise_multiplier is {given:g}: give one of the two.")
+        return given if own is None else own
 
     def _auto_threshold(self) -> int:
         return accounting.auto_rejection_threshold(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dpulr.accounting import checks
+from dpulr.accounting.events import Charge, PaperRelease, SampledStep
 from dpulr.accounting.rejection import odds
 
 
@@ -90,6 +91,30 @@ def paper_nominal(
         if enforce_alpha and top > 1:
             best = top
     return NominalEpsilon(value(best), best, impairment, tuple(violated))
+
+
+def nominal_of(charges: Iterable[Charge], delta: float) -> float | None:
+    """The formula for steps that may differ: its terms are summed, then alpha is chosen. None if a step is of another kind.
+
+    Where every step meets the theorem's conditions alpha does, too; else it is the bare formula.
+    """
+    impairment = slope = 0.0
+    top = math.inf
+    for charge in charges:
+        step = charge.step
+        if not isinstance(step, SampledStep) or not isinstance(step.release, PaperRelease):
+            return None
+        impairment += charge.count * odds(step.sample_rate, step.rejection_threshold, step.min_dataset_size)
+        sigma, q, threshold = step.release.target_std, step.sample_rate, step.rejection_threshold
+        slope += 2 * charge.count * q**2 / sigma**2
+        fits = sigma >= 4 and q <= 1 / 5 and 1 <= threshold <= q * (step.min_dataset_size or 0) * (1 + 1e-12)
+        top = min(top, largest_alpha(sigma, q) if fits else 1.0)
+    wanted = math.log(1 / checks.delta(delta))
+    if slope == 0:
+        return 0.0
+    alpha = 1 + math.sqrt(wanted / slope)
+    alpha = min(alpha, top) if top > 1 else alpha
+    return impairment + slope * alpha + wanted / (alpha - 1)
 
 
 def largest_alpha(sigma: float, q: float) -> float:

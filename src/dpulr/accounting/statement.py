@@ -16,6 +16,7 @@ from dpulr.accounting.events import (
     SampledStep,
     Unaccounted,
 )
+from dpulr.accounting.paper import nominal_of
 from dpulr.accounting.pricing import epsilon as price
 from dpulr.accounting.pricing import merged
 
@@ -24,6 +25,12 @@ Guarantee = Literal["certified", "nominal", "none"]
 NOT_COVERED = (
     "training losses or accuracies shown during the run, the choice of hyper-parameters on the same data, "
     "and the time it takes (redrawing small batches takes longer on smaller data sets)"
+)
+
+
+PAPER_GAPS = (
+    "layers are clipped one by one, the noise is credited before clipping, and it depends on the records it should hide "
+    "(docs/errata.md)"
 )
 
 
@@ -59,8 +66,11 @@ def privacy_spent(
     joined = merged(charges)
     steps = [charge.step for charge in joined]
     sampled = [step for step in steps if isinstance(step, SampledStep)]
-    why = [*reasons, *(step.reason for step in steps if isinstance(step, Unaccounted))]
+    why = list(dict.fromkeys([*reasons, *(step.reason for step in steps if isinstance(step, Unaccounted))]))
     paper = any(isinstance(step.release, PaperRelease) for step in sampled)
+    if paper and nominal_epsilon is None:
+        nominal_epsilon = nominal_of(joined, delta)
+        why.insert(0, PAPER_GAPS)
     value = None if why or paper else price(joined, delta, method)
     guarantee: Guarantee = "certified" if value is not None else "none"
     if value is not None and math.isinf(value):

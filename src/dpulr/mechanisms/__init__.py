@@ -5,11 +5,12 @@ from __future__ import annotations
 from dpulr.mechanisms.base import Bound, Mechanism
 from dpulr.mechanisms.gaussian import Gaussian
 from dpulr.mechanisms.hidden_direction import HiddenDirection
+from dpulr.mechanisms.paper import Paper
 from dpulr.mechanisms.zeroth_order import ZerothOrder
 
-__all__ = ["Bound", "Gaussian", "HiddenDirection", "Mechanism", "ZerothOrder", "by_name"]
+__all__ = ["Bound", "Gaussian", "HiddenDirection", "Mechanism", "Paper", "ZerothOrder", "by_name"]
 
-_KINDS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (HiddenDirection, Gaussian, ZerothOrder)}
+_KINDS: dict[str, type[Mechanism]] = {kind.name: kind for kind in (HiddenDirection, Gaussian, ZerothOrder, Paper)}
 
 
 def by_name(mechanism: str | Mechanism) -> Mechanism:

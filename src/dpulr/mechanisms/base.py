@@ -43,12 +43,22 @@ class Mechanism(ABC):
     guarantee: ClassVar[Guarantee] = "certified"
     space: Space
 
+    @property
+    def owns_noise(self) -> bool:
+        """Whether the settings fix the noise themselves, so that the engine is given none."""
+        return False
+
     @abstractmethod
     def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> Bound: ...
 
 
 class Bound(ABC):
-    """A mechanism tied to the sites of a model. The release is one flat vector of `size` numbers, a part for each site."""
+    """A mechanism tied to the sites of a model. The release is one flat vector of `size` numbers, a part for each site.
+
+    `step` counts from 0; the engine sets it. Settings that change with it make a mechanism one that `varies`.
+    """
+
+    varies = False
 
     def __init__(self, forward: Forward, *, memory_limit: int | None, seed: int, subspace: int | None) -> None:
         self.forward = forward
@@ -58,6 +68,7 @@ class Bound(ABC):
         self.size = sum(coordinates.size for coordinates in self.coordinates)
         self.memory_limit = self._room(memory_limit)
         self.noise_multiplier = math.nan
+        self.step = 0
         self._public = torch.Generator().manual_seed(seed)
 
     @abstractmethod
@@ -67,6 +78,16 @@ class Bound(ABC):
     def use(self, noise_multiplier: float) -> None:
         """Fix the noise."""
         self.noise_multiplier = noise_multiplier
+
+    @property
+    def own_noise(self) -> float | None:
+        """The noise multiplier, where the mechanism and not the engine fixes it."""
+        return None
+
+    @property
+    def rejection_threshold(self) -> int | None:
+        """The threshold of this step's batch, where the mechanism and not the engine fixes it."""
+        return None
 
     @property
     @abstractmethod
@@ -88,6 +109,10 @@ class Bound(ABC):
             if clean is not None:
                 self.add(clean, directions, parts)
         return total
+
+    def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
+        """What leaves a step: the noised sum over a public constant. `noise` is standard normal, in float64."""
+        return total.double().add_(noise, alpha=self.noise_std).div_(denominator).to(total.dtype)
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
         """Write the parameters' gradients that a release stands for, site by site."""

@@ -10,7 +10,7 @@ import torch
 
 import dpulr
 from dpulr.engine import PrivacyEngine
-from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
+from dpulr.mechanisms import Gaussian, HiddenDirection, Paper, ZerothOrder
 from dpulr.runs.errors import RunError
 from dpulr.runs.files import read_json
 from dpulr.runs.ledger import DiskLedger
@@ -86,6 +86,8 @@ def forward_passes(engine: PrivacyEngine) -> int | None:
         return engine.steps_taken * (1 + (2 if settings.estimator == "antithetic" else 1) * settings.repeats * sites)
     if isinstance(settings, ZerothOrder):
         return engine.steps_taken * 2 * settings.repeats
+    if isinstance(settings, Paper) and isinstance(settings.repeats, int):
+        return engine.steps_taken * (1 + settings.repeats * (1 if settings.simultaneous else sites))
     return None
 
 

@@ -25,7 +25,7 @@ class Settings:
 
     dataset: str = _option("mnist", "Data set: mnist, fashion-mnist, cifar10, or package.module:function returning (train, test).")
     model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
-    mechanism: str = _option("hidden-direction", "hidden-direction, gaussian or zeroth-order.")
+    mechanism: str = _option("hidden-direction", "hidden-direction, gaussian or zeroth-order; paper, which has no guarantee.")
     repeats: int | None = _option(8, "Perturbations a record, layer and step.")
     batch_size: int = _option(2_000, "Expected size of a batch.")
     epochs: float = _option(10.0, "How often a record is seen on average.")
@@ -81,6 +81,8 @@ class Settings:
                 extra[name.removeprefix("mechanism.")] = value
             else:
                 values[name] = value
+        if values.get("mechanism") == "paper" and values.setdefault("target_epsilon", None) is not None:
+            raise UsageError("the paper mechanism has no certified epsilon: give --noise-multiplier (sigma0), no target.")
         unknown = sorted(set(values) - set(NAMES))
         if unknown:
             raise UsageError(f"there is no setting {unknown[0]!r}. The settings are: {', '.join(NAMES)}, mechanism.NAME.")
