@@ -41,7 +41,7 @@ def guessing_risk(canaries: int, guesses: int, correct: int, epsilon: float, del
     """An upper bound on the chance of at least this many right guesses, if the whole run is (epsilon, delta)-private.
 
     Theorem 5.2 of Steinke, Nasr, Jagielski (2023). `canaries` records were each included on a fair coin; about `guesses` of them
-    the attacker made a guess. With f(v) = Pr[Bin(guesses, e^eps / (1 + e^eps)) >= v] the probability of `correct` right ones is at most
+    the attacker made a guess. With f(v) = Pr[Bin(guesses, e^eps / (1 + e^eps)) >= v] the bound is
     f(correct) + 2 * canaries * delta * max over i of (f(correct - i) - f(correct)) / i.
     """
     if not 0 <= correct <= guesses <= canaries:

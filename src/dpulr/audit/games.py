@@ -27,6 +27,7 @@ from dpulr.audit.claims import Claim
 from dpulr.audit.ratios import gaussian_log_ratio, hidden_log_ratio
 from dpulr.engine import PrivacyEngine
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.mechanisms.zeroth_order import BoundZerothOrder
 from dpulr.sampling import PoissonSampling
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -39,6 +40,7 @@ _SIMULATIONS = 200
 class Game(ABC):
     """`releases` gives arrays (games, steps, size) without and with the canary, until the caller has enough."""
 
+    name = "one step"
     mechanism: str
     claim: Claim
     steps: int
@@ -94,12 +96,18 @@ def listen(engine: PrivacyEngine) -> list[Array]:
     return heard
 
 
-def take_steps(engine: PrivacyEngine, heard: list[Array], steps: int) -> Array:
-    """(steps, size): the releases of the next steps."""
-    heard.clear()
+def take_steps(
+    engine: PrivacyEngine,
+    heard: list[Array],
+    steps: int,
+    seen: Callable[[PrivacyEngine, Array], Array] = lambda engine, release: release,
+) -> Array:
+    """(steps, size): what is seen of the releases of the next steps."""
+    found = []
     for inputs, targets in engine.batches(steps):
         engine.step(inputs, targets)
-    return np.stack(heard)
+        found.append(seen(engine, heard.pop()))
+    return np.stack(found)
 
 
 def unmoved(model: nn.Module) -> torch.optim.Optimizer:
@@ -250,10 +258,14 @@ class BatchGame(Game):
         heard = [listen(engine) for engine in self.engines]
         while True:
             out, inside = [
-                np.stack([take_steps(engine, ears, self.steps) for _ in range(100)])
+                np.stack([take_steps(engine, ears, self.steps, self.seen) for _ in range(100)])
                 for engine, ears in zip(self.engines, heard, strict=True)
             ]
             yield out, inside
+
+    def seen(self, engine: PrivacyEngine, release: Array) -> Array:
+        """What the attacker makes of a release, with all that is public."""
+        return release
 
     def signals(self) -> Array:
         engine = self.engines[1]
@@ -262,3 +274,20 @@ class BatchGame(Game):
             for _ in range(_SIMULATIONS):
                 found.append(engine.bound.total(*self.canary, engine._directions).double().cpu().numpy())
         return np.stack(found)
+
+
+class ZerothOrderGame(BatchGame):
+    """Directions are public: the attacker computes what the canary adds, and turns each release so that this is the first axis."""
+
+    def seen(self, engine: PrivacyEngine, release: Array) -> Array:
+        bound = engine.bound
+        assert isinstance(bound, BoundZerothOrder)
+        with torch.inference_mode():
+            slopes = torch.stack([bound.slopes(*self.canary, bound.direction(seed)) for seed in bound._seeds], dim=1)
+            signal = bound.clipped(slopes)[0].numpy()
+        axis = signal / max(float(np.linalg.norm(signal)), 1e-300)
+        along = float(release @ axis)
+        return np.array([along, float(np.linalg.norm(release - along * axis))])
+
+    def signals(self) -> Array:
+        return np.eye(1, 2)

@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpulr.audit import canaries
-from dpulr.audit.games import BatchGame, Game, LossFunction, RowsGame
+from dpulr.audit.games import BatchGame, Game, LossFunction, RowsGame, ZerothOrderGame, linear_loss
 from dpulr.audit.verdict import Verdict, judge
-from dpulr.mechanisms import Gaussian, HiddenDirection, Mechanism, by_name
+from dpulr.mechanisms import Gaussian, HiddenDirection, Mechanism, ZerothOrder, by_name
 
 ROWS_TRIALS, BATCH_TRIALS = 400_000, 10_000
 
@@ -38,6 +39,7 @@ def play(
         canary=canary,
         delta=delta,
         confidence=confidence,
+        game=game.name,
         settings=settings,
         seconds=time.perf_counter() - started,
     )
@@ -78,6 +80,9 @@ def one_step(
             from dpulr.audit.opacus_game import OpacusGame
 
             game = OpacusGame(dim=dim, **shared)
+        elif isinstance(by_name(mechanism), ZerothOrder):
+            game = lone(ZerothOrder(repeats=1) if mechanism == "zeroth-order" else mechanism, **shared)
+            trials = trials or BATCH_TRIALS
         else:
             game = RowsGame(whole_space(mechanism), dim=dim, **shared)
         return play(game, canary="crafted", trials=trials or ROWS_TRIALS, delta=delta, confidence=confidence, settings=settings)
@@ -97,7 +102,7 @@ def one_step(
         own, name = canaries.make(canary, ordinary), canary
     else:
         own, name = canaries.load(Path(canary)), f"your own ({Path(canary).name})"
-    game = BatchGame(
+    game = batch_game(mechanism)(
         mechanism,
         model=model,
         loss_fn=loss_fn or nn.CrossEntropyLoss(reduction="none"),
@@ -111,6 +116,22 @@ def one_step(
     )
     settings["records"] = len(records[1])
     return play(game, canary=name, trials=trials or BATCH_TRIALS, delta=delta, confidence=confidence, settings=settings)
+
+
+def batch_game(mechanism: str | Mechanism) -> type[BatchGame]:
+    return ZerothOrderGame if isinstance(by_name(mechanism), ZerothOrder) else BatchGame
+
+
+def lone(mechanism: str | Mechanism, *, slope: float = 1e4, **options: Any) -> BatchGame:
+    """A canary with a linear loss, in one dimension, beside one record whose loss is always 0."""
+    return batch_game(mechanism)(
+        mechanism,
+        model=nn.Sequential(nn.Linear(1, 1, bias=False)),
+        loss_fn=linear_loss,
+        records=(torch.ones(1, 1), torch.zeros(1, 1)),
+        canary=(torch.ones(1), torch.full((1,), slope)),
+        **options,
+    )
 
 
 def check(trials: int, delta: float, confidence: float) -> None:
@@ -129,4 +150,4 @@ def whole_space(mechanism: str | Mechanism) -> str | Mechanism:
 
 def _one_direction(mechanism: str | Mechanism) -> bool:
     """A clipped estimate in one dimension always has the same direction: no attack has it easier."""
-    return mechanism == "opacus" or isinstance(by_name(mechanism), Gaussian)
+    return mechanism == "opacus" or isinstance(by_name(mechanism), Gaussian | ZerothOrder)

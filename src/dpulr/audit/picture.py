@@ -30,7 +30,7 @@ def draw(verdict: Verdict, path: Path) -> Path:
 
 
 def _panel(axes: Any, verdict: Verdict, log: bool) -> None:
-    least = max(2 / verdict.trials, 1e-6) if log else 0.0
+    least = max(20 / verdict.trials, 1e-6) if log else 0.0
     allowed, roc = np.array(verdict.allowed), np.array(verdict.roc)
     fpr = np.geomspace(least, 1, 300) if log else np.linspace(0, 1, 500)
     power = np.interp(fpr, allowed[:, 0], allowed[:, 1])

@@ -12,10 +12,11 @@ import numpy as np
 
 from dpulr.audit.attacks import Attack
 from dpulr.audit.bounds import Array, epsilon_from_rates, lower_rate, upper_rate
-from dpulr.audit.claims import Claim, largest_refuted, refuted, scaled
+from dpulr.audit.claims import FINEST, LEAST, Claim, largest_refuted, refuted, scaled
 
 _CANDIDATES = 400  # thresholds looked at on the first half
 _ROC_POINTS = 200
+_DELTAS = tuple(np.geomspace(1e-5, 0.9, 60).tolist())
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,10 @@ class Verdict:
     """What was claimed, what was measured, and how sure that is.
 
     lower_bound     epsilon at `delta` is at least this, whatever the mechanism does
-    curve_bound     the same if the truth has the shape of the claim: the claim with more noise, of this epsilon, is refuted
+    curve_bound     epsilon at `delta` of the claim with `noise_factor` times its noise, which is refuted: a lower bound if the
+                    truth is the mechanism of the claim with some noise or other
     broken          the claim is refuted, at `confidence`
+    proof           (delta, claimed epsilon, lower bound) of a refuted claim, where the gap is widest
     trials          releases of each kind, with the canary and without; half of them choose the attack
     """
 
@@ -34,11 +37,14 @@ class Verdict:
     delta: float
     lower_bound: float
     curve_bound: float
+    noise_factor: float | None
     broken: bool
+    proof: tuple[float, float, float] | None
     confidence: float
     trials: int
     attack: str
     tests: int
+    game: str = "one step"
     nominal: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     roc: list[tuple[float, float]] = field(default_factory=list, repr=False)
@@ -47,32 +53,50 @@ class Verdict:
 
     @property
     def measured(self) -> float:
-        return max(self.lower_bound, self.curve_bound)
+        """What the verdict names: for a refuted claim only what holds whatever the truth is."""
+        return max(self.lower_bound, self.curve_bound) if self.proof is None else self.proof[2]
 
     def __str__(self) -> str:
-        claim = f"{'nominally ' if self.nominal else ''}claims {up(self.claimed_epsilon)}"
-        if self.broken:
-            return f"BROKEN: {claim}, at least {down(self.measured)}"
-        return f"holds (measured {down(self.measured)} of {up(self.claimed_epsilon)})"
+        if self.proof is None:
+            return f"holds (measured {down(self.measured)} of {up(self.claimed_epsilon)})"
+        delta, claimed, bound = self.proof
+        where = "" if delta == self.delta else f" at delta {delta:.3g}"
+        return f"BROKEN: {'nominally ' if self.nominal else ''}claims {up(claimed)}{where}, at least {down(bound)}"
 
     def details(self) -> str:
         """The lines below the verdict."""
+        trials = f"{self.trials:,} with the canary, {self.trials:,} without; half to choose, half to count"
+        if self.game == "one run":
+            fit, trials = "", f"{self.trials:,} canaries in one run, each in or out by a coin"
+        elif self.noise_factor is None:
+            fit = "no claim of this kind is refuted"
+        elif self.curve_bound == math.inf:
+            fit = "infinite: no amount of noise explains this"
+        else:
+            fit = f"{down(self.curve_bound)} if only the noise is unknown (at most {self.noise_factor:.3g} times what is claimed)"
         lines = [
-            f"{self.mechanism}, canary: {self.canary}, delta {self.delta:g}",
+            f"{self.mechanism}, {self.game}, canary: {self.canary}, delta {self.delta:g}",
             f"claimed epsilon    {up(self.claimed_epsilon)}{' (nominal: not proved)' if self.nominal else ''}",
-            f"measured           {down(self.curve_bound)} if the truth has the claim's curve with some other noise",
-            f"                   {down(self.lower_bound)} whatever the truth is",
+            f"measured           {down(self.lower_bound)} whatever the truth is",
+            *([f"                   {fit}"] if fit else []),
             f"confidence         {self.confidence:.6g}, all {self.tests} tests together",
-            f"trials             {self.trials:,} with the canary, {self.trials:,} without; half to choose, half to count",
+            f"trials             {trials}",
             f"best attack        {self.attack}",
         ]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"verdict": str(self), **asdict(self), "measured": self.measured}
+        return {"verdict": str(self), **_finite(asdict(self)), "measured": _finite(self.measured)}
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
+        return json.dumps(self.to_dict())
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: it becomes null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def up(value: float) -> str:
@@ -109,6 +133,7 @@ def judge(
     canary: str,
     delta: float = 1e-5,
     confidence: float = 0.95,
+    game: str = "one step",
     settings: dict[str, Any] | None = None,
     seconds: float = 0.0,
 ) -> Verdict:
@@ -129,9 +154,10 @@ def judge(
     fpr, tpr = np.array([t.false_positive for t in results]), np.array([t.true_positive for t in results])
     direct = epsilon_from_rates(fpr, tpr, delta)
     found = largest_refuted(claim, fpr, tpr)
-    curve_bound = 0.0 if found is None else scaled(claim, found[0]).epsilon(delta)
+    curve_bound = 0.0 if found is None else math.inf if found[0] == LEAST else scaled(claim, found[0]).epsilon(delta)
     claimed = claim.epsilon(delta)
     broken = bool((refuted(claim, fpr, tpr) > 0).any() or direct.max() > claimed)
+    proof = _proof(claim, fpr, tpr, delta) if broken else None
     best = results[found[1] if found is not None and curve_bound >= direct.max() else int(direct.argmax())].attack
     return Verdict(
         mechanism=mechanism,
@@ -140,17 +166,31 @@ def judge(
         delta=delta,
         lower_bound=float(direct.max()),
         curve_bound=curve_bound,
+        noise_factor=None if found is None else 2.0 ** (found[0] / FINEST),
         broken=broken,
+        proof=proof,
         confidence=confidence,
         trials=min(len(out), len(inside)),
         attack=best,
         tests=tests,
+        game=game,
         nominal=claim.nominal,
         settings=settings or {},
-        roc=_roc(*curves[best]),
-        allowed=_allowed(claim),
+        roc=rates(*curves[best]),
+        allowed=allowed(claim),
         seconds=round(seconds, 2),
     )
+
+
+def _proof(claim: Claim, fpr: Array, tpr: Array, delta: float) -> tuple[float, float, float]:
+    """At `delta` if that suffices; else at the delta where the bound exceeds the claim most."""
+    rows = []
+    for point in [delta, *(d for d in _DELTAS if d > delta)]:
+        claimed, bound = claim.epsilon(point), float(epsilon_from_rates(fpr, tpr, point).max())
+        if bound > claimed and point == delta:
+            return delta, claimed, bound
+        rows.append((bound - claimed, (point, claimed, bound)))
+    return max(rows)[1]
 
 
 def _thresholds(out: Array, inside: Array, claim: Claim, delta: float, risk: float) -> tuple[float, float]:
@@ -172,7 +212,8 @@ def _quantiles(scores: Array) -> Array:
     return found
 
 
-def _roc(out: Array, inside: Array) -> list[tuple[float, float]]:
+def rates(out: Array, inside: Array) -> list[tuple[float, float]]:
+    """(false positives, true positives) of a score, as seen."""
     cuts = np.unique(np.concatenate([_quantiles(out), _quantiles(inside)]))
     fpr = 1 - np.searchsorted(np.sort(out), cuts, side="right") / len(out)
     tpr = 1 - np.searchsorted(np.sort(inside), cuts, side="right") / len(inside)
@@ -181,7 +222,7 @@ def _roc(out: Array, inside: Array) -> list[tuple[float, float]]:
     return [(0.0, 0.0), *points, (1.0, 1.0)]
 
 
-def _allowed(claim: Claim) -> list[tuple[float, float]]:
+def allowed(claim: Claim) -> list[tuple[float, float]]:
     """The largest power that the claim allows, as a curve."""
     fpr = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, 120)])
     return list(zip(fpr.tolist(), claim.power(fpr).tolist(), strict=True))
