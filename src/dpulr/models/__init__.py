@@ -9,10 +9,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ResNet5", "mlp", "resnet5"]
+__all__ = ["MLP_SIZES", "ResNet5", "mlp", "resnet5"]
+
+MLP_SIZES = {  # the paper's MLP, and two with 2.5 and 5 times its parameters: all hidden layers wider by the same factor
+    "small": (784, 128, 64, 32, 10),
+    "medium": (784, 288, 144, 72, 10),
+    "large": (784, 504, 252, 126, 10),
+}
 
 
-def mlp(sizes: Sequence[int] = (784, 128, 64, 32, 10), *, seed: int | None = None) -> nn.Sequential:
+def mlp(sizes: Sequence[int] = MLP_SIZES["small"], *, seed: int | None = None) -> nn.Sequential:
     """A multi-layer perceptron with GELU, by default the paper's for MNIST. `seed` fixes the initial weights.
 
     Weights start as He et al. (2015) propose: torch's own start is smaller, and under noise it takes epochs to grow out of it.
