@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dpulr.cli import auditing, datasets, evaluating, planning, reporting, training
+from dpulr.cli import auditing, datasets, evaluating, planning, reporting, reproducing, training
 
 app = typer.Typer(
     name="dpulr",
@@ -41,3 +41,4 @@ app.command("audit")(auditing.audit)
 app.command("report")(reporting.report)
 app.command("evaluate")(evaluating.evaluate)
 app.add_typer(datasets.data, name="data")
+app.add_typer(reproducing.reproduce, name="reproduce")

@@ -52,12 +52,24 @@ class Covariance:
         return self._matrix is None
 
     def decomposed(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of the matrix of each block; if thin, of the Gram matrix of its rows."""
+        """Eigenvalues and eigenvectors of the matrix of each block; if thin, of the Gram matrix of its rows.
+
+        In float64: losses of one batch may differ by ten orders of magnitude, and float32 solvers then return NaN.
+        """
         if self._decomposed is None:
+            if self._matrix is None:
+                self._drop_negligible_rows()
             matrix = self._rows @ self._rows.transpose(1, 2) if self._matrix is None else self._matrix
-            values, vectors = torch.linalg.eigh(matrix)
-            self._decomposed = values.clamp_min(0), vectors
+            values, vectors = torch.linalg.eigh(matrix.double())
+            self._decomposed = values.clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype)
         return self._decomposed
+
+    def _drop_negligible_rows(self) -> None:
+        """Leave out rows that together weigh less than the rounding of the largest one: records whose loss is nearly 0."""
+        squares = self._rows.square().sum(2).amax(0)
+        if squares.numel():
+            kept = squares * len(squares) > torch.finfo(squares.dtype).eps * squares.max()
+            self._rows = self._rows[:, kept]
 
     def rank(self) -> int:
         """Of the whole matrix without its copies: eigenvalues that stand out of the rounding."""
