@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpulr
 from dpulr import accounting
@@ -21,6 +21,23 @@ class OpacusDPSGD:
 
     max_grad_norm: float = 1.0
     name: ClassVar[str] = "dp-sgd (Opacus)"
+
+
+class Batches(Dataset[Any]):
+    """A data set in memory that hands out whole batches: one indexing a tensor, where a loader would stack record by record."""
+
+    def __init__(self, dataset: Any) -> None:
+        records = dataset[range(len(dataset))] if isinstance(dataset, TensorDataset) else dataset.dataset[list(dataset.indices)]
+        self.inputs, self.targets = records
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return list(self[indices])
 
 
 def run_opacus(recipe: Any, train: Any, test: Any) -> dict[str, Any]:
@@ -40,7 +57,7 @@ def run_opacus(recipe: Any, train: Any, test: Any) -> dict[str, Any]:
             module=model,
             optimizer=optimizer,
             criterion=nn.CrossEntropyLoss(),
-            data_loader=DataLoader(train, batch_size=recipe.batch_size),
+            data_loader=DataLoader(Batches(train), batch_size=recipe.batch_size, collate_fn=list),
             noise_multiplier=noise,
             max_grad_norm=settings.max_grad_norm,
             grad_sample_mode="ghost",

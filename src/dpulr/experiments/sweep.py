@@ -15,19 +15,26 @@ from dpulr.experiments.training import Recipe, run
 
 def sweep(recipes: Iterable[Recipe], file: Path) -> list[dict[str, Any]]:
     """Run each recipe that `file` (a JSON list) has no result of, and return the results of all, in order."""
-    results = json.loads(file.read_text()) if file.exists() else []
-    known = {_key(result["recipe"]): result for result in results}
     wanted = []
     for recipe in recipes:
         key = _key(recipe.describe())
-        if key not in known:
-            known[key] = {**run(recipe), "machine": platform.machine(), "python": platform.python_version()}
-            results.append(known[key])
-            _write(file, results)
+        if key not in _known(file):
+            result = {**run(recipe), "machine": platform.machine(), "python": platform.python_version()}
+            _write(file, list((_known(file) | {key: result}).values()))  # another process may have written meanwhile
             gc.collect()  # a run's tensors hang in cycles
-        wanted.append(known[key])
-        print(line(known[key]), flush=True)
+        wanted.append(_known(file)[key])
+        print(line(wanted[-1]), flush=True)
     return wanted
+
+
+def found(recipes: Iterable[Recipe], file: Path) -> list[dict[str, Any]]:
+    """The results of those recipes that have been run."""
+    known, keys = _known(file), [_key(recipe.describe()) for recipe in recipes]
+    return [known[key] for key in keys if key in known]
+
+
+def _known(file: Path) -> dict[str, dict[str, Any]]:
+    return {_key(result["recipe"]): result for result in json.loads(file.read_text())} if file.exists() else {}
 
 
 def line(result: dict[str, Any]) -> str:

@@ -1,22 +1,25 @@
-"""Hidden-direction at the epsilon of each of the paper's 15 MNIST settings, beside DP-SGD by Opacus.
+"""Hidden-direction beside DP-SGD by Opacus, at the same epsilon, model and number of epochs.
 
-    python -m dpulr.experiments.table --seeds 3 --methods hidden-direction dp-sgd
+    python -m dpulr.experiments.table --dataset mnist --seeds 3
 
-Runs that the results file holds are not repeated. Learning rates were chosen on the last 10,000 training records (`--holdout`), at
-a few values of epsilon; between them they are interpolated. Choosing them is not covered by epsilon.
+MNIST: the paper's 15 settings, each at the epsilon of the Gaussian mechanism with its noise and batch size. Fashion-MNIST: four
+values of epsilon. Runs that the results file holds are not repeated. Learning rates were chosen on the last 10,000 training records
+(`--holdout 10000`) with one seed, at the values of epsilon that HIDDEN and DPSGD name; between them they are interpolated. Choosing
+them is not covered by epsilon.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dpulr import accounting
 from dpulr.experiments.baselines import OpacusDPSGD
-from dpulr.experiments.sweep import mean_and_spread, sweep
+from dpulr.experiments.sweep import found, mean_and_spread, sweep
 from dpulr.experiments.training import Recipe
 from dpulr.mechanisms import HiddenDirection
 
@@ -26,64 +29,107 @@ PAPER = {  # batch size: {sigma0: (DP-ULR, DP-SGD)}, validation accuracy in per 
     200: {0.5: (91.98, 90.68), 1: (90.11, 90.77), 2: (87.11, 90.95), 4: (84.45, 89.63), 8: (80.05, 79.14)},
     500: {0.5: (94.19, 87.98), 1: (92.04, 87.98), 2: (90.31, 88.00), 4: (87.63, 87.97), 8: (84.53, 88.16)},
 }
-RATES = {  # epsilon: learning rate
-    "hidden-direction": {0.06: 0.02, 0.244: 0.06, 1.0: 0.4, 7.26: 0.6},
-    "dp-sgd": {0.06: 0.015, 0.244: 0.05, 1.0: 0.3, 7.26: 0.5},
-}
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a method is run: its mechanism, its batch size, and learning rates by epsilon."""
+
+    mechanism: HiddenDirection | OpacusDPSGD
+    batch_size: int
+    rates: dict[float, float]
+
+    def learning_rate(self, epsilon: float) -> float:
+        logarithm = np.interp(math.log(epsilon), np.log(list(self.rates)), np.log(list(self.rates.values())))
+        return float(f"{math.exp(logarithm):.2g}")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A data set with its model, the values of epsilon, and the methods."""
+
+    model: str
+    epochs: float
+    epsilons: tuple[float, ...]
+    methods: dict[str, Method]
 
 
 def epsilon_of(batch: int, sigma0: float) -> float:
-    """What the Gaussian mechanism with this noise and batch size costs over 25 epochs."""
+    """What the Gaussian mechanism with this noise and batch size costs over 25 epochs of MNIST."""
     steps_an_epoch = math.ceil(RECORDS / batch)
     return accounting.gaussian_epsilon(
         noise_multiplier=sigma0, sample_rate=1 / steps_an_epoch, steps=EPOCHS * steps_an_epoch, delta=DELTA
     )
 
 
-def learning_rate(method: str, epsilon: float) -> float:
-    known = RATES[method]
-    logarithm = np.interp(math.log(epsilon), np.log(list(known)), np.log(list(known.values())))
-    return float(f"{math.exp(logarithm):.2g}")
+HIDDEN = Method(
+    HiddenDirection(repeats=16, antithetic=False),
+    2_000,
+    {0.06: 0.02, 0.113: 0.03, 0.244: 0.06, 0.8: 0.2, 2.6: 0.4, 7.26: 0.6},
+)
+DPSGD = Method(OpacusDPSGD(), 1_000, {0.06: 0.01, 0.113: 0.015, 0.244: 0.03, 0.8: 0.1, 2.6: 0.3, 7.26: 0.4, 18.6: 0.5})
 
 
-def recipe(method: str, batch: int, sigma0: float, seed: int, holdout: int = 0) -> Recipe:
-    epsilon = epsilon_of(batch, sigma0)
-    mechanism = HiddenDirection(repeats=8) if method == "hidden-direction" else OpacusDPSGD()
-    return Recipe(
-        mechanism,
-        batch_size=2_000 if method == "hidden-direction" else 1_000,
-        epochs=EPOCHS,
-        target_epsilon=epsilon,
-        target_delta=DELTA,
-        learning_rate=learning_rate(method, epsilon),
-        seed=seed,
-        holdout=holdout,
-    )
+def studies() -> dict[str, Study]:
+    methods = {"hidden-direction": HIDDEN, "dp-sgd": DPSGD}
+    paper = tuple(epsilon_of(batch, sigma0) for batch, row in PAPER.items() for sigma0 in row)
+    return {
+        "mnist": Study("mlp", EPOCHS, paper, methods),
+        "fashion-mnist": Study("mlp", EPOCHS, (0.5, 1.0, 3.0, 8.0), methods),
+    }
+
+
+def recipe(study: str, method: str, epsilon: float, seed: int, holdout: int = 0, **changes: object) -> Recipe:
+    chosen = studies()[study]
+    how = chosen.methods[method]
+    settings: dict[str, object] = {
+        "dataset": study,
+        "model": chosen.model,
+        "batch_size": how.batch_size,
+        "epochs": chosen.epochs,
+        "target_epsilon": epsilon,
+        "target_delta": DELTA,
+        "learning_rate": how.learning_rate(epsilon),
+        "seed": seed,
+        "holdout": holdout,
+    }
+    return Recipe(how.mechanism, **(settings | changes))  # type: ignore[arg-type]
+
+
+def cells(study: str, method: str, epsilon: float, seeds: int, file: Path, holdout: int = 0) -> str:
+    """Mean and spread of what has been run, as text."""
+    results = found([recipe(study, method, epsilon, seed, holdout) for seed in range(seeds)], file)
+    return "{:.2f} ± {:.2f} ({})".format(*(100 * v for v in mean_and_spread(results)), len(results)) if results else "not run"
+
+
+def markdown(study: str, seeds: int, file: Path, holdout: int = 0) -> str:
+    """The table, as far as it has been run. In brackets: the number of seeds."""
+    chosen = studies()[study]
+    paper = [(batch, sigma0, *columns) for batch, row in PAPER.items() for sigma0, columns in row.items()]
+    head = ["epsilon", *(["batch", "sigma0", "paper: DP-ULR", "paper: DP-SGD"] if study == "mnist" else []), *chosen.methods]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for i, epsilon in enumerate(chosen.epsilons):
+        ours = [cells(study, method, epsilon, seeds, file, holdout) for method in chosen.methods]
+        lines.append(f"| {' | '.join([f'{epsilon:.4g}', *(map(str, paper[i]) if study == 'mnist' else []), *ours])} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=list(studies()), default="mnist")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", choices=list(RATES), default=list(RATES))
-    parser.add_argument("--batches", nargs="+", type=int, choices=list(PAPER), default=list(PAPER))
+    parser.add_argument("--methods", nargs="*", default=None, help="which to run; none: only print the table")
+    parser.add_argument("--epsilons", nargs="+", type=int, default=None, help="which rows of the table to run, counted from 0")
     parser.add_argument("--holdout", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=Path("results/mnist-table.json"))
+    parser.add_argument("--results", type=Path, default=None)
     options = parser.parse_args()
-    settings = [(batch, sigma0) for batch in options.batches for sigma0 in PAPER[batch]]
-    rows = {
-        method: {
-            setting: sweep([recipe(method, *setting, seed, options.holdout) for seed in range(options.seeds)], options.results)
-            for setting in settings
-        }
-        for method in options.methods
-    }
-    print(f"| batch | sigma0 | epsilon | paper, DP-ULR | paper, DP-SGD | {' | '.join(options.methods)} |")
-    print("|---" * (5 + len(options.methods)) + "|")
-    for setting in settings:
-        cells = ["{:.2f} ± {:.2f}".format(*(100 * v for v in mean_and_spread(rows[method][setting]))) for method in options.methods]
-        batch, sigma0 = setting
-        paper = " | ".join(f"{value:.2f}" for value in PAPER[batch][sigma0])
-        print(f"| {batch} | {sigma0} | {epsilon_of(*setting):.3f} | {paper} | {' | '.join(cells)} |")
+    study = studies()[options.dataset]
+    file = options.results or Path(f"results/{options.dataset}-table.json")
+    rows = range(len(study.epsilons)) if options.epsilons is None else options.epsilons
+    for method in list(study.methods) if options.methods is None else options.methods:
+        for seed in range(options.seeds):  # a whole table of one seed before the next one
+            sweep([recipe(options.dataset, method, study.epsilons[row], seed, options.holdout) for row in rows], file)
+    print(markdown(options.dataset, options.seeds, file, options.holdout))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class HiddenDirection(Mechanism):
     repeats        directions a record and layer
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
     radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
+    antithetic     True compares a direction with its opposite; False with the clean pass: half the passes a direction
     kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
     frames         size of orthonormal blocks of directions (Theorem 2); it divides repeats
     last_layer     "exact" takes the last layer's gradient by differences at its few outputs, clipped and noised as a Gaussian part
@@ -45,6 +46,7 @@ class HiddenDirection(Mechanism):
     last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
     subspace: int | Literal["auto"] | None = "auto"
+    antithetic: bool = True
     name: ClassVar[str] = "hidden-direction"
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class BoundHiddenDirection(Bound):
         subspace = max(16, 4 * settings.repeats) if settings.subspace == "auto" else settings.subspace
         super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=subspace)
         self.settings = settings
+        self.signs = 2 if settings.antithetic else 1
         last = len(forward.sites) - 1
         self.exact = last if settings.last_layer == "exact" else None
         if self.exact is not None:
@@ -144,16 +147,23 @@ class BoundHiddenDirection(Bound):
 
     def estimate(self, clean: Clean, index: int, directions: Directions) -> Tensor:
         """(records, dim): the mean over the repeats of z b, which has norm at most 1."""
-        site, call, coordinates = self.forward.sites[index], clean.calls[index], self.coordinates[index]
+        site, coordinates = self.forward.sites[index], self.coordinates[index]
         signal = torch.zeros(clean.records, coordinates.dim, device=self.device, dtype=self.dtype)
         radius = self.settings.radius * site.scale * math.sqrt(coordinates.dim)
         frames = self.settings.frames
-        for blocks in self.repeat_chunks(site, clean.records, self.settings.repeats // frames, signs=2 * frames):
+        for blocks in self.repeat_chunks(site, clean.records, self.settings.repeats // frames, signs=self.signs * frames):
             z = self.draw(directions, blocks, clean.records, coordinates.dim)
-            losses = self.forward.losses(clean, index, site.perturbed_pair(call, coordinates.perturbation(radius * z)))
-            b = self.bit(losses[: len(z)] - losses[len(z) :])
+            b = self.bit(self.difference(clean, index, coordinates.perturbation(radius * z)))
             signal += b[0].unsqueeze(1) * z[0] if len(z) == 1 else torch.einsum("rb,rbd->bd", b, z)
         return signal.div_(self.settings.repeats)
+
+    def difference(self, clean: Clean, index: int, delta: Tensor) -> Tensor:
+        """(repeats, records): how much higher the loss is under a perturbation than under its opposite, or than without any."""
+        site, call = self.forward.sites[index], clean.calls[index]
+        if not self.settings.antithetic:
+            return self.forward.losses(clean, index, site.perturbed(call, delta)) - clean.losses
+        losses = self.forward.losses(clean, index, site.perturbed_pair(call, delta))
+        return losses[: len(delta)] - losses[len(delta) :]
 
     def draw(self, directions: Directions, blocks: int, records: int, dim: int) -> Tensor:
         """(blocks * frames, records, dim) unit vectors, orthonormal within a block."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MLP_SIZES", "ResNet5", "mlp", "resnet5"]
+__all__ = ["MLP_SIZES", "ResNet5", "cnn", "mlp", "resnet5"]
 
 MLP_SIZES = {  # the paper's MLP, and two with 2.5 and 5 times its parameters: all hidden layers wider by the same factor
     "small": (784, 128, 64, 32, 10),
@@ -29,12 +29,23 @@ def mlp(sizes: Sequence[int] = MLP_SIZES["small"], *, seed: int | None = None) -
         layers: list[nn.Module] = [nn.Flatten()]
         for width_in, width_out in pairwise(sizes):
             layers += [nn.Linear(width_in, width_out), nn.GELU()]
-        model = nn.Sequential(*layers[:-1])
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                nn.init.kaiming_normal_(layer.weight)
-                nn.init.zeros_(layer.bias)
-        return model
+        return _he(nn.Sequential(*layers[:-1]))
+
+
+def cnn(channels: int = 1, classes: int = 10, *, seed: int | None = None) -> nn.Sequential:
+    """A small convolutional network for images of 28 x 28: two convolutions, each followed by pooling, and a linear layer."""
+    with _initial(seed):
+        model = nn.Sequential(
+            nn.Conv2d(channels, 16, 5, stride=2, padding=2),
+            nn.GELU(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.GELU(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 9, classes),
+        )
+        return _he(model)
 
 
 class ResNet5(nn.Module):
@@ -66,6 +77,15 @@ def resnet5(channels: int = 3, classes: int = 10, *, seed: int | None = None) ->
     """`ResNet5` with its initial weights fixed by `seed`."""
     with _initial(seed):
         return ResNet5(channels, classes)
+
+
+def _he(model: nn.Sequential) -> nn.Sequential:
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.kaiming_normal_(parameter)
+    return model
 
 
 @contextmanager
