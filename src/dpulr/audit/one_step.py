@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpulr.arguments import positive, whole
 from dpulr.audit import canaries
 from dpulr.audit.games import BatchGame, Game, LossFunction, RowsGame, ZerothOrderGame, linear_loss
 from dpulr.audit.verdict import Verdict, judge
-from dpulr.mechanisms import Gaussian, HiddenDirection, Mechanism, ZerothOrder, by_name
+from dpulr.mechanisms import Gaussian, HiddenDirection, Mechanism, Paper, ZerothOrder, by_name
 
 ROWS_TRIALS, BATCH_TRIALS = 400_000, 10_000
 
@@ -68,7 +69,13 @@ def one_step(
     "mislabelled", "large", "feature"), a file, or your own record (x, y). With your own `model`, `loss_fn` and `records` the game
     is played on them; by default on 64 small digits and one layer. Without `seed` the randomness is the engine's own.
     """
+    whole("steps", steps)
+    positive("noise_multiplier", noise_multiplier)
+    if dim is not None:
+        whole("dim", dim)
     settings: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
+    if canary == "crafted" and mechanism != "opacus" and isinstance(by_name(mechanism), Paper):
+        canary = "feature"  # its noise depends on the whole batch: nothing hurts it more than a feature that nobody else has
     game: Game
     if canary == "crafted":
         if model is not None or records is not None or rejection_threshold:

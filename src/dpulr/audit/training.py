@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
 
+from dpulr.arguments import positive, whole
 from dpulr.audit import canaries as kinds
 from dpulr.audit.bounds import Array, epsilon_from_guesses
 from dpulr.audit.claims import Claim
@@ -47,6 +48,9 @@ def one_run(
     "crafted": each canary has a row of the model to itself. "mislabelled": digits with a wrong label among 2,000 others.
     """
     check(canaries, delta, confidence)
+    whole("steps", steps)
+    whole("dim", dim)
+    positive("noise_multiplier", noise_multiplier)
     rng = np.random.default_rng(seed)
     included = rng.random(canaries) < 0.5
     model: nn.Module
@@ -224,6 +228,8 @@ def many_runs(
     seed: int | None = None,
 ) -> Verdict:
     """Train a small model `runs` times with the canary and `runs` times without, and tell them apart by where the model ended."""
+    whole("steps", steps)
+    positive("noise_multiplier", noise_multiplier)
     inputs, targets = kinds.digits()
     game = TrainingGame(
         mechanism,
