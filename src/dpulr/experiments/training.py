@@ -20,7 +20,8 @@ from dpulr.mechanisms import Mechanism, by_name
 
 @dataclass(frozen=True)
 class Recipe:
-    """Public settings of a run. `holdout` takes the last so many training records as test set, for tuning."""
+    """Public settings of a run. `holdout` takes the last so many training records as test set, for tuning; `rescale` = (a, b) turns
+    every input x, as loaded, into a + b x."""
 
     mechanism: str | Mechanism | OpacusDPSGD = "hidden-direction"
     dataset: str = "mnist"
@@ -33,6 +34,8 @@ class Recipe:
     learning_rate: float = 0.1
     momentum: float = 0.9
     average: float = 0.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    rescale: tuple[float, float] = (0.0, 1.0)
     holdout: int = 0
     seed: int = 0
     insecure_noise_seed: int | None = None
@@ -45,7 +48,7 @@ class Recipe:
         """The recipe as plain values. Fields that older results don't know are left out while they hold their defaults."""
         mechanism = self.mechanism if isinstance(self.mechanism, OpacusDPSGD) else by_name(self.mechanism)
         plain = asdict(replace(self, mechanism=mechanism.name))
-        for field in ("steps", "sampling", "rejection_threshold", "min_dataset_size"):
+        for field in ("schedule", "rescale", "steps", "sampling", "rejection_threshold", "min_dataset_size"):
             if plain[field] == getattr(Recipe, field):
                 del plain[field]
         return {**plain, "mechanism": {"name": mechanism.name, **vars(mechanism)}}
@@ -54,9 +57,9 @@ class Recipe:
 class Training:
     """What a run of a recipe holds: model, optimizer, engine, and, if asked for, a moving average of the weights.
 
-    The learning rate falls along half a cosine of the steps charged so far, so it depends on nothing that a resumed run has lost.
-    The average of released weights is post-processing: it costs no privacy. `round` is how often the run was resumed; it varies the
-    public randomness of the steps.
+    By default the learning rate falls along half a cosine of the steps charged so far, so it depends on nothing that a resumed run
+    has lost. The average of released weights is post-processing: it costs no privacy. `round` is how often the run was resumed; it
+    varies the public randomness of the steps.
     """
 
     def __init__(self, recipe: Recipe, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False) -> None:
@@ -91,6 +94,8 @@ class Training:
         return self.model if self.average is None else self.average.module
 
     def learning_rate(self) -> float:
+        if self.recipe.schedule == "constant":
+            return self.recipe.learning_rate
         engine = self.engine
         return self.recipe.learning_rate * (1 + math.cos(math.pi * engine.steps_taken / max(engine.planned_steps, 1))) / 2
 
@@ -143,6 +148,9 @@ def run(recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
 def split(recipe: Recipe) -> tuple[TensorDataset | Subset[Any], TensorDataset | Subset[Any]]:
     """Training and test set; with a holdout, both from the training set."""
     train, test = dpulr.data.load(recipe.dataset)
+    if recipe.rescale != (0.0, 1.0):
+        offset, factor = recipe.rescale
+        train, test = (TensorDataset(offset + factor * part.tensors[0], part.tensors[1]) for part in (train, test))
     if not recipe.holdout:
         return train, test
     border = len(train) - recipe.holdout
