@@ -73,7 +73,14 @@ def contribution(mechanism: BoundHiddenDirection, x: Tensor, y: Tensor, seed: in
 
 # --- one step, literally --------------------------------------------------------------------------------------------------
 def literal_step(
-    model: nn.Module, dataset: TensorDataset, repeats: int, radius: float, noise: float, rate: float, seed: int
+    model: nn.Module,
+    dataset: TensorDataset,
+    repeats: int,
+    radius: float,
+    noise: float,
+    rate: float,
+    seed: int,
+    antithetic: bool,
 ) -> dict:
     """The formula of docs/theory.md, record by record: linear layers perturb outputs, A is the normalised input."""
     source = RandomSource(seed)
@@ -96,7 +103,8 @@ def literal_step(
             u = torch.zeros(d)
             for k in range(repeats):
                 difference = loss_moved(model, layer, x, y, radius * math.sqrt(d) * z[k, i])
-                difference -= loss_moved(model, layer, x, y, -radius * math.sqrt(d) * z[k, i])
+                other = -radius * math.sqrt(d) * z[k, i] if antithetic else torch.zeros(d)
+                difference -= loss_moved(model, layer, x, y, other)
                 u += torch.sign(difference) * z[k, i] / repeats
             gradient = torch.outer(u, xh)
             total[f"{name}.weight"] += gradient[:, :-1]
@@ -120,11 +128,12 @@ def loss_moved(model: nn.Module, layer: nn.Module, x: Tensor, y: Tensor, delta: 
     return value
 
 
+@pytest.mark.parametrize("antithetic", [True, False])
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_a_step_is_the_literal_step(repeats: int) -> None:
+def test_a_step_is_the_literal_step(repeats: int, antithetic: bool) -> None:
     model, dataset = mlp(), data()
-    settings = dpulr.HiddenDirection(repeats=repeats, subspace=None, layer_weights=(1.0, 1.0), radius=0.2)
-    wanted = literal_step(model, dataset, repeats, 0.2, 0.7, 0.25, seed=5)
+    settings = dpulr.HiddenDirection(repeats=repeats, subspace=None, layer_weights=(1.0, 1.0), radius=0.2, antithetic=antithetic)
+    wanted = literal_step(model, dataset, repeats, 0.2, 0.7, 0.25, seed=5, antithetic=antithetic)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = dpulr.PrivacyEngine(
         model, optimizer, dataset, LOSS, mechanism=settings, batch_size=10, steps=1, noise_multiplier=0.7, insecure_noise_seed=5
@@ -141,6 +150,7 @@ SETTINGS = [
     {"repeats": 4},
     {"repeats": 4, "frames": 2, "subspace": None},
     {"kappa": 0.05},
+    {"antithetic": False},
     {"last_layer": "exact"},
     {"space": "weight"},
     {"subspace": 2},

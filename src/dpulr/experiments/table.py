@@ -33,11 +33,14 @@ PAPER = {  # batch size: {sigma0: (DP-ULR, DP-SGD)}, validation accuracy in per 
 
 @dataclass(frozen=True)
 class Method:
-    """How a method is run: its mechanism, its batch size, and learning rates by epsilon."""
+    """How a method is run: mechanisms by the epsilon up to which they are used, batch size, and learning rates by epsilon."""
 
-    mechanism: HiddenDirection | OpacusDPSGD
+    mechanisms: dict[float, HiddenDirection | OpacusDPSGD]
     batch_size: int
     rates: dict[float, float]
+
+    def mechanism(self, epsilon: float) -> HiddenDirection | OpacusDPSGD:
+        return self.mechanisms[min(limit for limit in self.mechanisms if epsilon <= limit)]
 
     def learning_rate(self, epsilon: float) -> float:
         logarithm = np.interp(math.log(epsilon), np.log(list(self.rates)), np.log(list(self.rates.values())))
@@ -63,11 +66,15 @@ def epsilon_of(batch: int, sigma0: float) -> float:
 
 
 HIDDEN = Method(
-    HiddenDirection(repeats=16, antithetic=False),
+    {  # the smaller the noise, the more it pays to average directions
+        0.5: HiddenDirection(repeats=8, antithetic=False),
+        2.0: HiddenDirection(repeats=16, antithetic=False),
+        math.inf: HiddenDirection(repeats=32, subspace=64, antithetic=False),
+    },
     2_000,
     {0.06: 0.02, 0.113: 0.03, 0.244: 0.06, 0.8: 0.2, 2.6: 0.4, 7.26: 0.6},
 )
-DPSGD = Method(OpacusDPSGD(), 1_000, {0.06: 0.01, 0.113: 0.015, 0.244: 0.03, 0.8: 0.1, 2.6: 0.3, 7.26: 0.4, 18.6: 0.5})
+DPSGD = Method({math.inf: OpacusDPSGD()}, 1_000, {0.06: 0.01, 0.113: 0.015, 0.244: 0.03, 0.8: 0.1, 2.6: 0.3, 7.26: 0.4, 18.6: 0.5})
 
 
 def studies() -> dict[str, Study]:
@@ -93,7 +100,7 @@ def recipe(study: str, method: str, epsilon: float, seed: int, holdout: int = 0,
         "seed": seed,
         "holdout": holdout,
     }
-    return Recipe(how.mechanism, **(settings | changes))  # type: ignore[arg-type]
+    return Recipe(how.mechanism(epsilon), **(settings | changes))  # type: ignore[arg-type]
 
 
 def cells(study: str, method: str, epsilon: float, seeds: int, file: Path, holdout: int = 0) -> str:
