@@ -64,7 +64,7 @@ def epsilon_from_guesses(canaries: int, guesses: int, correct: int, delta: float
         low, high = high, 2 * high
         if high > 1e3:
             return low
-    for _ in range(50):
+    for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if guessing_risk(canaries, guesses, correct, middle, delta) <= risk else (low, middle)
     return low

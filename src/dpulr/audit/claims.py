@@ -63,7 +63,7 @@ class Claim:
         return np.concatenate(slopes), np.concatenate(offsets)
 
 
-def _profile(curve: Curve, points: int = 2000) -> tuple[Array, Array]:
+def _profile(curve: Curve, points: int = 800) -> tuple[Array, Array]:
     """(epsilon, delta) along a curve, negative epsilon included."""
     held = np.flatnonzero(curve.mass > 0)
     if not len(held):

@@ -146,10 +146,10 @@ def noise_checks(noise: Array, parts: Sequence[int], std: float) -> list[Check]:
         Check("noise: variance", float(min(variance, 1.0))),
         Check("noise: normal law", float(stats.kstest(flat, "norm").pvalue)),
     ]
-    beyond = int((np.abs(flat) > 4).sum())
-    expected = 2 * flat.size * stats.norm.sf(4)
+    beyond = int((np.abs(flat) > 3.5).sum())
+    expected = 2 * flat.size * stats.norm.sf(3.5)
     tails = 2 * min(stats.poisson.cdf(beyond, expected), stats.poisson.sf(beyond - 1, expected))
-    found.append(Check("noise: tails beyond 4 standard deviations", float(min(tails, 1.0))))
+    found.append(Check("noise: tails beyond 3.5 standard deviations", float(min(tails, 1.0))))
     found.append(Check("noise: independent steps", _correlation(unit[:-1], unit[1:])))
     ends = np.cumsum([0, *parts])
     layers = [unit[:, a:b] for a, b in pairwise(ends)]
@@ -231,7 +231,8 @@ def direction_checks(z: Array) -> list[Check]:
     if draws > 1:
         between = (z[1:] * z[:-1]).sum(-1).ravel() * math.sqrt(dim)
         found.append(Check("directions: draws independent", _standard(between)))
-    found.append(Check("directions: none twice", float(len(np.unique(flat, axis=0)) == len(flat)) if dim > 1 else 1.0))
+    if dim > 1:  # in float32 and few dimensions a handful meet by chance
+        found.append(Check("directions: none twice", float(len(np.unique(flat, axis=0)) > 0.999 * len(flat))))
     return found
 
 

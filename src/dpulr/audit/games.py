@@ -245,7 +245,7 @@ class BatchGame(Game):
                     noise_multiplier=noise_multiplier,
                     sampling=sampling,
                     rejection_threshold=rejection_threshold,
-                    min_dataset_size=len(targets) - index if rejection_threshold else None,
+                    min_dataset_size=len(targets) - 1 + index if rejection_threshold else None,
                     insecure_noise_seed=None if seed is None else 2 * seed + index,
                 )
             prepared(engine)
