@@ -2,13 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup setup-dev train test lint types tests slow check-accounting clean
+.PHONY: help setup setup-dev train test lint types tests slow check-accounting audit clean
 
 help:
 	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
 	@echo "make test              set up .venv with the test extras; run ruff, mypy and the quick tests"
 	@echo "make slow              the slow tests"
 	@echo "make check-accounting  sweep the accountant over its range against an oracle (20 minutes)"
+	@echo "make audit             measure all claims: half an hour on one core; what is in results/audit.json is kept"
 	@echo "make clean             remove .venv and caches"
 
 setup: .venv/ready
@@ -49,6 +50,10 @@ slow: setup-dev
 
 check-accounting: setup-dev
 	$(BIN)/python benchmarks/check_accounting.py
+
+audit: setup-dev
+	@echo "--- the full audit, into results/audit.json and docs/audit.md; it goes on where it stopped"
+	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.audit.sweep
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
