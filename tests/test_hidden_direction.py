@@ -415,7 +415,7 @@ def test_subspace_release_lifts_to_the_gradient_of_the_full_space() -> None:
             signal, scale = torch.randn(4, small.dim), torch.rand(4)
             part, other = torch.zeros(small.size), torch.zeros(full.size)
             small.add(call, signal, scale, part)
-            full.add(call, small.perturbation(signal.unsqueeze(0))[0], scale, other)
+            full.add(call, small.perturbation(signal.unsqueeze(0), 1.0)[0], scale, other)
             lifted, wanted = ({n: torch.zeros_like(p) for n, p in small.site.parameters.items()} for _ in range(2))
             small.lift(part, lifted)
             full.lift(other, wanted)

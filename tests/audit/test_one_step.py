@@ -61,7 +61,7 @@ def test_many_games_in_one_step_are_the_same_as_one_game_a_step() -> None:
         sample_rate=0.7,
         seed=2,
     )
-    assert rows.claim == batches.claim
+    assert rows.claim.epsilon(1e-5) == pytest.approx(batches.claim.epsilon(1e-5))
     many = next(iter(rows.releases()))
     few = [
         np.concatenate(parts) for parts in zip(*(pair for pair, _ in zip(batches.releases(), range(12), strict=False)), strict=True)
@@ -82,13 +82,14 @@ def test_rows_do_not_touch_each_other() -> None:
 
 @pytest.mark.parametrize("canary", ["ordinary", "mislabelled", "large", "feature"])
 def test_canaries_among_digits(canary: str) -> None:
-    verdict = dpulr.audit.one_step("gaussian", canary, noise_multiplier=0.3, trials=400, seed=1)
+    verdict = dpulr.audit.one_step("gaussian", canary, noise_multiplier=0.3, trials=200, seed=1)
     assert not verdict.broken
     assert verdict.canary == canary
 
 
 def test_your_own_canary_model_and_data(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2))
+    nn.init.zeros_(model[0].weight)
     records = (torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(10, dtype=torch.int64))
     own = (torch.tensor([9.0, 0.0, 0.0]), torch.tensor(1))
     options: dict[str, Any] = {"noise_multiplier": 0.2, "trials": 400, "seed": 1}

@@ -35,10 +35,10 @@ def test_one_run_without_clipping_is_caught() -> None:
 
 
 def test_guessing_at_random_proves_nothing() -> None:
-    """1,000 canaries, 200 seeds: a bound above 0 on pure chance in at most 5 % of the runs, by more than 5 standard errors else."""
+    """At confidence 0.95, 60 times: a bound above 0 in at most 5 % on average. False alarm 1e-3."""
     claim = Claim(SampledStep(GaussianRelease(1.0), 1.0))
     proved = 0
-    for seed in range(200):
+    for seed in range(60):
         rng = np.random.default_rng(seed)
         verdict = judge_run(
             {"chance": rng.standard_normal(1_000)},
@@ -50,11 +50,11 @@ def test_guessing_at_random_proves_nothing() -> None:
             confidence=0.95,
         )
         proved += verdict.lower_bound > 0
-    assert proved <= 25
+    assert proved <= 9
 
 
 def test_many_runs() -> None:
-    verdict = dpulr.audit.many_runs("gaussian", runs=150, noise_multiplier=0.3, steps=3, seed=1)
+    verdict = dpulr.audit.many_runs("gaussian", runs=200, noise_multiplier=1.0, sample_rate=1.0, steps=3, seed=1)
     assert not verdict.broken
     assert verdict.game == "many runs"
     assert 0 < verdict.measured < verdict.claimed_epsilon

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def play(
 ) -> Verdict:
     """Play a game `trials` times with the canary and `trials` times without, and judge its claim."""
     check(trials, delta, confidence)
+    if math.isinf(game.claim.epsilon(delta)):
+        raise ValueError(f"nothing is claimed: epsilon is infinite at delta {delta:g}. Choose a larger delta.")
     started = time.perf_counter()
     out, inside = game.features(trials)
     return judge(

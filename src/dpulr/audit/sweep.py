@@ -41,7 +41,8 @@ class Setting:
 
     @property
     def key(self) -> str:
-        return f"{self.group}: {self.name}"
+        canary = f" ({self.options['canary']})" if "canary" in self.options else ""
+        return f"{self.group}: {self.name}{canary}"
 
 
 def certified() -> Iterator[Setting]:
@@ -85,7 +86,7 @@ def certified() -> Iterator[Setting]:
         for mechanism_name in ("gaussian", "hidden-direction"):
             yield step(f"{mechanism_name}, among 64 digits", mechanism_name, canary=kind, trials=3_000)
     digits = canaries.digits()
-    rejecting = {"canary": "large", "sample_rate": 0.5, "rejection_threshold": 24, "trials": 3_000}
+    rejecting = {"canary": "large", "sample_rate": 0.5, "rejection_threshold": 24, "trials": 3_000, "delta": 0.05}
     yield step("gaussian, batches below 24 redrawn", "gaussian", **rejecting)
     yield step("hidden-direction, batches below 24 redrawn", "hidden-direction", **rejecting)
     exact = HiddenDirection(last_layer="exact")
@@ -143,11 +144,12 @@ def run(results: Path = RESULTS, say: Callable[[str], None] = print) -> dict[str
     """Measure what is missing in the file, and return all of it."""
     found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     every = settings()
+    found = {key: row for key, row in found.items() if key in {setting.key for setting in every}}
     counts = {group: sum(s.group == group for s in every) for group in ("tight", "bugs", "certified", "paper")}
     for number, setting in enumerate(every):
         confidence = 1 - (1 - CONFIDENCE) / counts[setting.group]
-        key = f"{setting.key} ({setting.options['canary']})" if "canary" in setting.options else setting.key
-        if key in found and found[key]["confidence"] == confidence:
+        key, delta = setting.key, setting.options.get("delta", 1e-5)
+        if key in found and (found[key]["confidence"], found[key]["delta"]) == (confidence, delta):
             continue
         verdict = setting.run(**{"delta": 1e-5, **setting.options}, confidence=confidence, seed=1_000 + number)
         row = verdict.to_dict()

@@ -220,7 +220,7 @@ def many_runs(
     *,
     runs: int = 500,
     noise_multiplier: float = 1.0,
-    sample_rate: float = 0.5,
+    sample_rate: float = 1.0,
     steps: int = 5,
     learning_rate: float = 0.1,
     delta: float = 1e-5,

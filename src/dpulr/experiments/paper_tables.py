@@ -62,7 +62,7 @@ MODEL_SIZE: dict[int, dict[str, tuple[float, float, float, float]]] = {
     },
 }
 CIFAR = {"50:5": (1_000, 5.0), "25:8": (2_000, 8.0), "25:4": (2_000, 4.0)}  # 1/q : sigma0, as the paper names its panels
-CIFAR_REPEATS = 2
+CIFAR_REPEATS = 4
 REPEAT_STUDY = (4, 16, 64)
 
 

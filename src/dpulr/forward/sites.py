@@ -140,7 +140,10 @@ class Site:
         """Outputs (2 * repeats, records, *out) at plus and at minus the perturbation."""
         if self.space == "output":
             delta = delta.view(*delta.shape[:2], *self.output_shape)
-            return torch.cat([call.output + delta, call.output - delta])
+            pair = delta.new_empty(2, *delta.shape)
+            torch.add(call.output, delta, out=pair[0])
+            torch.sub(call.output, delta, out=pair[1])
+            return pair.flatten(0, 1)
         return torch.cat(self.rule.weight_pair(call, delta))
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:

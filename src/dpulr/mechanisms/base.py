@@ -28,12 +28,20 @@ ROUNDING = 1 - 1e-5
 """Bounds are met with this much room, so that float32 rounding can't push a record above them."""
 
 
+_FAST = 64 * 2**20
+
+
 def check_spaces(space: object, subspace: object) -> None:
     """Refuse a space or a subspace that does not exist."""
     if space not in ("auto", "output", "weight"):
         raise ValueError(f"space is {space!r}; it must be 'auto', 'output' or 'weight'.")
     if subspace not in ("auto", None) and (isinstance(subspace, bool) or not isinstance(subspace, int) or subspace < 1):
         raise ValueError(f"subspace is {subspace!r}; it must be None or a whole number of at least 1.")
+
+
+def weighted(factors: Tensor, z: Tensor) -> Tensor:
+    """(records, dim): the sum over repeats of factors (repeats, records) times z (repeats, records, dim), which is overwritten."""
+    return z.mul_(factors.unsqueeze(2)).sum(0)
 
 
 class Mechanism(ABC):
@@ -153,8 +161,8 @@ class Bound(ABC):
             yield rows((inputs, targets), start, start + size)
 
     def repeat_chunks(self, site: Site, records: int, repeats: int, signs: int) -> Iterator[int]:
-        """Repeats in parts whose replays stay below the memory limit."""
-        most = max(1, self.memory_limit // (signs * max(records, 1) * self.row_bytes(site)))
+        """Repeats in parts whose replays stay below the memory limit, and small enough to stay in the cache."""
+        most = max(1, min(self.memory_limit, _FAST) // (signs * max(records, 1) * self.row_bytes(site)))
         while repeats > 0:
             part = min(most, repeats)
             yield part

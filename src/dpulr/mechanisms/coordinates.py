@@ -53,11 +53,11 @@ class Coordinates:
             normal = torch.randn(self.width, self.kept, generator=public, dtype=self.dtype)
             self.basis = torch.linalg.qr(normal)[0].to(self.device)
 
-    def perturbation(self, z: Tensor) -> Tensor:
-        """Directions (repeats, records, dim) in the coordinates of the site."""
+    def perturbation(self, z: Tensor, radius: float) -> Tensor:
+        """`radius` times the directions (repeats, records, dim), in the coordinates of the site."""
         if not self.reduced:
-            return z
-        return (z.view(*z.shape[:2], self.positions, self.kept) @ self.basis.t()).flatten(2)
+            return radius * z
+        return (z.view(*z.shape[:2], self.positions, self.kept) @ (radius * self.basis).t()).flatten(2)
 
     def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor) -> None:
         """Add the records' scaled gradients, in these coordinates, to their part of the release."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpulr.accounting.events import GaussianRelease
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Space
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces
+from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces, weighted
 from dpulr.randomness import Directions
 
 Estimator = Literal["likelihood-ratio", "baseline", "antithetic"]
@@ -94,7 +94,7 @@ class BoundGaussian(Bound):
         signal = torch.zeros(clean.records, coordinates.dim, device=self.device, dtype=self.dtype)
         for repeats in self.repeat_chunks(site, clean.records, settings.repeats, signs):
             z = directions.normal(repeats, clean.records, coordinates.dim)
-            delta = sigma * coordinates.perturbation(z)
+            delta = coordinates.perturbation(z, sigma)
             if settings.estimator == "antithetic":
                 losses = self.forward.losses(clean, index, site.perturbed_pair(call, delta))
                 slope = (losses[:repeats] - losses[repeats:]) / (2 * sigma)
@@ -103,7 +103,7 @@ class BoundGaussian(Bound):
                 if settings.estimator == "baseline":
                     slope = slope - clean.losses / sigma
             slope = torch.where(torch.isfinite(slope), slope, 0)
-            signal += torch.einsum("rb,rbd->bd", slope, z)
+            signal += weighted(slope, z)
         return signal.div_(settings.repeats)
 
     def clip_factors(self, norms: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Space
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces
+from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces, weighted
 from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
 from dpulr.randomness import Directions
 
@@ -153,8 +153,8 @@ class BoundHiddenDirection(Bound):
         frames = self.settings.frames
         for blocks in self.repeat_chunks(site, clean.records, self.settings.repeats // frames, signs=self.signs * frames):
             z = self.draw(directions, blocks, clean.records, coordinates.dim)
-            b = self.bit(self.difference(clean, index, coordinates.perturbation(radius * z)))
-            signal += b[0].unsqueeze(1) * z[0] if len(z) == 1 else torch.einsum("rb,rbd->bd", b, z)
+            b = self.bit(self.difference(clean, index, coordinates.perturbation(z, radius)))
+            signal += weighted(b, z)
         return signal.div_(self.settings.repeats)
 
     def difference(self, clean: Clean, index: int, delta: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class BoundHiddenDirection(Bound):
         axes = torch.eye(coordinates.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
         slopes, start = [], 0
         for count in self.repeat_chunks(site, clean.records, coordinates.dim, signs=2):
-            step = _EXACT_STEP * coordinates.perturbation(axes[start : start + count].expand(-1, clean.records, -1))
+            step = coordinates.perturbation(axes[start : start + count].expand(-1, clean.records, -1), _EXACT_STEP)
             losses = self.forward.losses(clean, index, site.perturbed_pair(call, step))
             slopes.append((losses[:count] - losses[count:]) / (2 * _EXACT_STEP))
             start += count
