@@ -1,0 +1,261 @@
+"""What a private step costs beside what a user would pick instead.
+
+    python benchmarks/bench.py            # everything, into results/bench.json, docs/performance.md and docs/images/
+    python benchmarks/bench.py --quick    # the ratio table alone; fails when a goal is missed by more than 25 %
+
+All peers of a case take turns within one process, warmed up, with the same threads; times are medians over rounds; what counts
+is the ratio. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import Step, cifar_like, exponent, mnist_like, ours, peers, plain
+from torch import nn
+
+import dpulr
+
+SLACK = 1.25
+GHOST, HOOKS, PLAIN = "Opacus, ghost", "Opacus, hooks", "plain SGD"
+ONE, FOUR = "hidden-direction, K = 1", "hidden-direction, K = 4"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`peer` may take at most `factor` times as long as `other`."""
+
+    case: str
+    peer: str
+    factor: float
+    other: str
+
+
+def goals() -> list[Goal]:
+    wanted = []
+    for batch in (64, 200, 500, 2_000):
+        case = f"mlp, batch {batch}"
+        wanted += [Goal(case, ONE, 0.5, GHOST), Goal(case, ONE, 0.15 if batch == 64 else 0.05, HOOKS), Goal(case, FOUR, 1.3, GHOST)]
+        if batch > 64:
+            wanted.append(Goal(case, ONE, 1.2, PLAIN))
+    return [
+        *wanted,
+        Goal("resnet5, batch 500", ONE, 1.0, GHOST),
+        Goal("mlp, batch 500", "gaussian, 16 pairs", 0.4, HOOKS),
+        Goal("mlp, batch 500", "paper, K = 16", 2.0, "passes of paper, K = 16"),
+        Goal("mlp, batch 500", "paper, K = 16", 0.1, "naive DP-ULR, K = 16"),
+    ]
+
+
+def cases() -> dict[str, tuple[Any, Any, int, list[str]]]:
+    """Name: (model, data, batch, peers)."""
+    few = [PLAIN, GHOST, HOOKS, ONE, "hidden-direction, K = 1, one-sided", FOUR, "floor of hidden-direction, K = 1"]
+    table = {f"mlp, batch {batch}": (dpulr.models.mlp, mnist_like, batch, few) for batch in (64, 200, 2_000)}
+    table["mlp, batch 500"] = (dpulr.models.mlp, mnist_like, 500, list(peers()))
+    table["resnet5, batch 500"] = (dpulr.models.resnet5, cifar_like, 500, [PLAIN, GHOST, HOOKS, *few[3:6]])
+    return table
+
+
+def measure(steps: dict[str, Step], rounds: int, least: float) -> dict[str, float]:
+    """Median seconds a step; the peers take turns, each for at least `least` seconds a round."""
+    counts = {}
+    for name, step in steps.items():
+        step()
+        step()
+        started = time.perf_counter()
+        step()
+        counts[name] = max(1, round(least / (time.perf_counter() - started)))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            for _ in range(counts[name]):
+                step()
+            times[name].append((time.perf_counter() - started) / counts[name])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def run_case(name: str, rounds: int, least: float, only: Sequence[str] | None = None) -> dict[str, float]:
+    model, data, batch, chosen = cases()[name]
+    torch.manual_seed(0)
+    records = data()
+    known = peers()
+    steps = {peer: known[peer](model(seed=0), records, batch) for peer in chosen if only is None or peer in only}
+    return measure(steps, rounds, least)
+
+
+def report_goals(times: dict[str, dict[str, float]]) -> tuple[str, int]:
+    """The ratio table, and how many goals are missed by more than the slack."""
+    lines = ["| case | peer | beside | goal | measured | |", "|---|---|---|---|---|---|"]
+    failed = 0
+    for goal in goals():
+        row = times.get(goal.case, {})
+        if goal.peer not in row or goal.other not in row:
+            continue
+        ratio = row[goal.peer] / row[goal.other]
+        verdict = "met" if ratio <= goal.factor else "within 25 %" if ratio <= SLACK * goal.factor else "missed"
+        failed += verdict == "missed"
+        lines.append(f"| {goal.case} | {goal.peer} | {goal.other} | {goal.factor:g} | {ratio:.3g} | {verdict} |")
+    return "\n".join(lines), failed
+
+
+# --- memory, growth, start ------------------------------------------------------------------------------------------------
+MEMORY = """
+import sys, resource, torch
+sys.path.insert(0, "benchmarks")
+from torch import nn
+from torch.utils.data import TensorDataset
+import dpulr
+from peers import mnist_like, ours, plain
+torch.manual_seed(0)
+which, kind, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if kind == "mlp":
+    model, data = dpulr.models.mlp(seed=0), mnist_like(10_000)
+else:  # ten million parameters in one layer
+    model = nn.Sequential(nn.Linear(3_200, 3_200), nn.GELU(), nn.Linear(3_200, 10))
+    data = TensorDataset(torch.randn(2_000, 3_200), torch.randint(0, 10, (2_000,)))
+step = {"plain": plain, "hidden": ours(dpulr.HiddenDirection())}[which](model, data, batch)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, before * 1024)
+"""
+
+
+def memory() -> list[dict[str, Any]]:
+    """Peak memory of a process that has taken five steps, above one that has taken none."""
+    rows = []
+    for kind, batch in (("mlp", 500), ("mlp", 2_000), ("wide", 100), ("wide", 1_000)):
+        row: dict[str, Any] = {"model": kind, "batch": batch}
+        for which in ("plain", "hidden"):
+            done = subprocess.run(
+                [sys.executable, "-c", MEMORY, which, kind, str(batch)], capture_output=True, text=True, check=True
+            )
+            peak, before = map(int, done.stdout.split())
+            row[which], row[f"{which}_step"] = peak, peak - before
+        rows.append(row)
+    return rows
+
+
+def deep(layers: int, width: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for _ in range(layers - 1):
+        parts += [nn.Linear(width, width), nn.GELU()]
+    return nn.Sequential(*parts, nn.Linear(width, 10))
+
+
+def growth(rounds: int, least: float) -> dict[str, dict[str, Any]]:
+    """Seconds a step of hidden-direction against depth, width, batch and repeats, beside plain SGD."""
+
+    def pair(layers: int = 4, width: int = 64, batch: int = 500, repeats: int = 1) -> tuple[float, float]:
+        data = torch.utils.data.TensorDataset(torch.randn(20_000, width), torch.randint(0, 10, (20_000,)))
+        steps = {
+            "hidden": ours(dpulr.HiddenDirection(repeats=repeats))(deep(layers, width), data, batch),
+            "plain": plain(deep(layers, width), data, batch),
+        }
+        times = measure(steps, rounds, least)
+        return times["hidden"], times["plain"]
+
+    curves: dict[str, dict[str, Any]] = {}
+    for name, values in {
+        "layers": [2, 4, 8, 16, 32, 64],
+        "width": [32, 64, 128, 256, 512],
+        "batch": [64, 128, 256, 512, 1_024, 2_048],
+        "repeats": [1, 2, 4, 8, 16, 32],
+    }.items():
+        pairs = [pair(**{name: value}) for value in values]
+        hidden, plain_sgd = [p[0] for p in pairs], [p[1] for p in pairs]
+        upper = len(values) // 2
+        curves[name] = {
+            "values": values,
+            "hidden": hidden,
+            "plain": plain_sgd,
+            "exponent": exponent(values[upper:], hidden[upper:]),
+        }
+    return curves
+
+
+START = """
+import time, torch
+begin = time.perf_counter()
+import dpulr
+train, _ = dpulr.data.load("mnist")
+model = dpulr.models.mlp(seed=0)
+engine = dpulr.PrivacyEngine(model, torch.optim.SGD(model.parameters(), 0.1), train, torch.nn.CrossEntropyLoss(reduction="none"),
+                             batch_size=500, epochs=5, noise_multiplier=2.0)
+for x, y in engine.batches(1):
+    engine.step(x, y)
+print(time.perf_counter() - begin)
+"""
+
+
+def start_up() -> dict[str, float]:
+    """Seconds from the end of `import torch` to the end of a new process's first step; and the share of a step that sampling takes."""
+    from dpulr.sampling import PoissonSampling
+
+    first = statistics.median(
+        float(subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True).stdout) for _ in range(3)
+    )
+    import numpy as np
+
+    sampler, rng = PoissonSampling(500 / 60_000, 0), np.random.default_rng()
+    step = ours(dpulr.HiddenDirection())(dpulr.models.mlp(seed=0), mnist_like(), 500)
+    times = measure({"sampling": lambda: (sampler.draw(60_000, rng), None)[1], "step": step}, 5, 0.2)
+    return {"first_step_seconds": first, "sampling_share": times["sampling"] / times["step"]}
+
+
+# --- what people see ------------------------------------------------------------------------------------------------------
+def table(times: dict[str, dict[str, float]]) -> str:
+    names = list(dict.fromkeys(peer for row in times.values() for peer in row))
+    lines = ["| milliseconds a step | " + " | ".join(times) + " |", "|---" * (len(times) + 1) + "|"]
+    for name in names:
+        lines.append(f"| {name} | " + " | ".join(f"{1e3 * row[name]:.3g}" if name in row else "" for row in times.values()) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--cases", nargs="+", choices=list(cases()), default=None)
+    parser.add_argument("--results", type=Path, default=Path("results/bench.json"))
+    options = parser.parse_args()
+    rounds, least = (3, 0.15) if options.quick else (9, 0.5)
+    wanted = {peer for goal in goals() for peer in (goal.peer, goal.other)} if options.quick else None
+    times = {}
+    for name in options.cases or cases():
+        times[name] = run_case(name, rounds, least, wanted)  # type: ignore[arg-type]
+        print(name, {peer: f"{1e3 * value:.2f} ms" for peer, value in times[name].items()}, flush=True)
+    text, failed = report_goals(times)
+    print(text)
+    if options.quick:
+        sys.exit(f"{failed} goals missed" if failed else 0)
+    results = {
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "version": dpulr.__version__,
+        "seconds_a_step": times,
+        "memory": memory(),
+        "growth": growth(3, 0.2),
+        "start": start_up(),
+    }
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(times))
+    print(f"Wrote {options.results}. `python benchmarks/page.py` fills docs/performance.md from it.")
+
+
+if __name__ == "__main__":
+    main()
