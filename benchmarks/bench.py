@@ -201,7 +201,7 @@ print(time.perf_counter() - begin)
 
 
 def start_up() -> dict[str, float]:
-    """Seconds from the end of `import torch` to the end of a new process's first step; and the share of a step that sampling takes."""
+    """Seconds from `import torch` done to the first step done, in a new process; and the share of a step that sampling takes."""
     from dpulr.sampling import PoissonSampling
 
     first = statistics.median(

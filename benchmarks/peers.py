@@ -45,7 +45,7 @@ def plain(model: nn.Module, data: TensorDataset, batch: int) -> Step:
     def step() -> None:
         rows = next(indices)
         sgd.zero_grad()
-        loss_fn(model(inputs[rows]), targets[rows]).backward()
+        loss_fn(model(inputs.index_select(0, rows)), targets[rows]).backward()
         sgd.step()
 
     return step
