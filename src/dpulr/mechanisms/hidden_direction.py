@@ -135,15 +135,14 @@ class BoundHiddenDirection(Bound):
             self.coordinates[i].add(call, signal, scale, parts[i])
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
-        """Lift the release and undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
+        """Undo the mean overlap and lift the release, which is overwritten: C_l times the mean of gradients normalised in the subspace, plus noise.
 
         This only sets the scale of the learning rate; it costs nothing and leaks nothing.
         """
-        super().gradients(release, into)
-        for i, (coordinates, views) in enumerate(zip(self.coordinates, into, strict=True)):
+        for i, part in enumerate(self._parts(release)):
             if i != self.exact:
-                for view in views.values():
-                    view /= mean_overlap(coordinates.dim)
+                part /= mean_overlap(self.coordinates[i].dim)
+        super().gradients(release, into)
 
     def estimate(self, clean: Clean, index: int, directions: Directions) -> Tensor:
         """(records, dim): the mean over the repeats of z b, which has norm at most 1."""
