@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import platform
@@ -20,7 +21,7 @@ def sweep(recipes: Iterable[Recipe], file: Path) -> list[dict[str, Any]]:
         key = _key(recipe.describe())
         if key not in _known(file):
             result = {**run(recipe), "machine": platform.machine(), "python": platform.python_version()}
-            _write(file, list((_known(file) | {key: result}).values()))  # another process may have written meanwhile
+            _add(file, key, result)
             gc.collect()  # a run's tensors hang in cycles
         wanted.append(_known(file)[key])
         print(line(wanted[-1]), flush=True)
@@ -56,9 +57,11 @@ def _key(recipe: dict[str, Any]) -> str:
     return json.dumps(recipe, sort_keys=True, default=str)
 
 
-def _write(file: Path, results: list[dict[str, Any]]) -> None:
-    """Write beside, then rename: a reader never sees half a file."""
+def _add(file: Path, key: str, result: dict[str, Any]) -> None:
+    """Add a result to what the file holds now: another process may be at work on it. A reader never sees half a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".part")
-    draft.write_text(json.dumps(results, indent=1) + "\n")
-    draft.replace(file)
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        draft = file.with_suffix(".part")
+        draft.write_text(json.dumps(list((_known(file) | {key: result}).values()), indent=1) + "\n")
+        draft.replace(file)
