@@ -29,6 +29,7 @@ ROUNDING = 1 - 1e-5
 
 
 _FAST = 64 * 2**20
+"""Repeats are taken together while their replays need less: tensors that leave the cache cost more than they save."""
 
 
 def check_spaces(space: object, subspace: object) -> None:
@@ -134,12 +135,12 @@ class Bound(ABC):
     def _room(self, memory_limit: int | None) -> int:
         """What the limit leaves for records beside the release, which is held twice in float64 and twice in the model's type.
 
-        Without a limit: 512 MiB, or four times what one record needs if that is more.
+        Without a limit: 128 MiB, or four times what one record needs if that is more. More is slower: it leaves the cache.
         """
         fixed = (16 + 2 * self.dtype.itemsize) * self.size
         least = fixed + 3 * max(self.row_bytes(site) for site in self.forward.sites)
         if memory_limit is None:
-            return max(512 * 2**20, 4 * (least - fixed))
+            return max(2 * _FAST, 4 * (least - fixed))
         if memory_limit < least:
             raise ValueError(f"memory_limit is {memory_limit} bytes, but a step on one record of this model takes about {least}.")
         return memory_limit - fixed
