@@ -135,7 +135,7 @@ class BoundHiddenDirection(Bound):
             self.coordinates[i].add(call, signal, scale, parts[i])
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
-        """Undo the mean overlap and lift the release, which is overwritten: C_l times the mean of gradients normalised in the subspace, plus noise.
+        """Undo the mean overlap and lift the release: C_l times the mean of gradients normalised in the subspace, plus noise.
 
         This only sets the scale of the learning rate; it costs nothing and leaks nothing.
         """
