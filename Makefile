@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup setup-dev train test lint types tests slow check-accounting audit clean
+.PHONY: help setup setup-dev train test lint types tests slow check-accounting audit bench bench-quick results clean
 
 help:
 	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
@@ -10,6 +10,9 @@ help:
 	@echo "make slow              the slow tests"
 	@echo "make check-accounting  sweep the accountant over its range against an oracle (20 minutes)"
 	@echo "make audit             measure all claims: half an hour on one core; what is in results/audit.json is kept"
+	@echo "make results           the tables of docs/results.md: hours; what is in results/ is kept"
+	@echo "make bench             speed and memory beside others, into docs/performance.md (15 minutes, quiet machine)"
+	@echo "make bench-quick       the ratio table alone; fails when a goal is missed by more than 25 %"
 	@echo "make clean             remove .venv and caches"
 
 setup: .venv/ready
@@ -54,6 +57,19 @@ check-accounting: setup-dev
 audit: setup-dev
 	@echo "--- the full audit, into results/audit.json and docs/audit.md; it goes on where it stopped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.audit.sweep
+
+results: setup-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.experiments.table --dataset mnist
+	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.experiments.table --dataset fashion-mnist
+	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.experiments.options
+	$(BIN)/python -m dpulr.experiments.results_page
+
+bench: setup-dev
+	$(BIN)/python benchmarks/bench.py
+	$(BIN)/python benchmarks/page.py
+
+bench-quick: setup-dev
+	$(BIN)/python benchmarks/bench.py --quick
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
