@@ -17,7 +17,8 @@ from torch import nn
 import dpulr
 from dpulr.audit import BatchGame, RowsGame
 from dpulr.audit.games import linear_loss
-from dpulr.audit.one_step import lone
+from dpulr.audit.one_step import lone, whole_space
+from dpulr.audit.verdict import judge
 
 
 @pytest.mark.parametrize(
@@ -26,11 +27,14 @@ from dpulr.audit.one_step import lone
 )
 def test_tight_for_the_worst_case(mechanism: str, dim: int, noise: float, trials: int) -> None:
     """At least 80 % of the claim: at delta 1e-5 by its curve, at delta 0.01 whatever the truth is."""
-    options: dict[str, Any] = {"dim": dim, "noise_multiplier": noise, "trials": trials, "seed": 3}
-    curve = dpulr.audit.one_step(mechanism, **options)
+    game = RowsGame(whole_space(mechanism), dim=dim, noise_multiplier=noise, seed=3)
+    out, inside = game.features(trials)
+    curve, plain = (
+        judge(out, inside, game.attacks(), game.claim, mechanism=mechanism, canary="crafted", delta=delta) for delta in (1e-5, 0.01)
+    )
     assert not curve.broken
+    assert not plain.broken
     assert 0.8 * curve.claimed_epsilon < curve.curve_bound < curve.claimed_epsilon
-    plain = dpulr.audit.one_step(mechanism, **options, delta=0.01)
     assert 0.8 * plain.claimed_epsilon < plain.lower_bound < plain.claimed_epsilon
     assert str(curve).startswith("holds (measured ")
 

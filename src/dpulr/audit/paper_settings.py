@@ -87,7 +87,7 @@ PAPER_SETTINGS = (
     PaperSetting("extra-noise", "large", 64, 3_000),
     PaperSetting("extra-noise", "weak", 16, 3_000, 2.0),
     PaperSetting("extra-noise", "ordinary", 16, 3_000),
-    PaperSetting("parameters", "weak", 64, 3_000),
+    PaperSetting("parameters", "weak", 256, 2_000),
     PaperSetting("parameters", "large", 64, 3_000, 2.0),
     PaperSetting("parameters", "feature", 64, 3_000),
 )

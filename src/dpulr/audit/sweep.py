@@ -220,7 +220,7 @@ def _table(group: str, rows: list[dict[str, Any]]) -> str:
     shares = group in ("certified", "tight")
     head = ["setting", "canary", "delta", "claimed", "any truth", "its curve", "share", "trials", "best attack"]
     if not shares:
-        head = ["setting", "canary", "verdict", "trials", "best attack"]
+        head = ["setting", "canary", "verdict", "looks like noise of at most", "trials", "best attack"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
         name = row["settings"]["bug"] if group == "bugs" else row["name"].removesuffix(f", {row['canary']}")
@@ -236,7 +236,8 @@ def _table(group: str, rows: list[dict[str, Any]]) -> str:
                 f"{row['measured'] / row['claimed_epsilon']:.0%}",
             ]
         else:
-            cells = [name, "-" if group == "bugs" else row["canary"], row["verdict"]]
+            noise = "nothing fits" if row["curve_bound"] is None else f"{row['noise_factor']:.2f} of the claimed"
+            cells = [name, "-" if group == "bugs" else row["canary"], row["verdict"], noise]
         cells += [f"{row['trials']:,}", row["attack"]]
         lines.append(f"| {' | '.join(cells)} |")
     worst = max(row["measured"] / row["claimed_epsilon"] for row in rows)
