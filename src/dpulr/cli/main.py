@@ -14,7 +14,7 @@ _SPACE = "the disk is full. What was recorded is kept; make room and go on (a ru
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `dpulr` with these arguments; return the exit code: 0 done, 1 failed, 2 usage, 3 refused for privacy, 4 a claim is refuted,
+    """Run `dpulr` with these arguments; return the exit code: 0 done, 1 failed, 2 usage, 3 refused for privacy, 4 claim refuted,
     130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given or os.environ.get("DPULR_DEBUG", "") not in ("", "0")
