@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 import dpulr
+from dpulr.accounting.events import HiddenSite
 from dpulr.forward.prepare import prepare
 from dpulr.mechanisms.base import ROUNDING
 from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
@@ -144,6 +145,62 @@ def test_a_step_is_the_literal_step(repeats: int, antithetic: bool) -> None:
         assert torch.allclose(parameter.grad, wanted[name], atol=5e-5), name
 
 
+# --- blocks of layers -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("antithetic", [True, False])
+@pytest.mark.parametrize("method", ["trace", "hook"])
+def test_a_block_is_moved_in_one_pass_along_one_joint_direction(method: str, antithetic: bool) -> None:
+    """Literally: all layers of the block are moved at once, and one bit goes with the joint direction."""
+    model, dataset = mlp(), data(8)
+    example = (torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
+    settings = dpulr.HiddenDirection(blocks=1, subspace=None, layer_weights=(1.0,), radius=0.2, antithetic=antithetic)
+    mechanism = settings.bind(prepare(model, LOSS, example, CPU, space="auto", method=method), memory_limit=None, seed=0)
+    mechanism.use(1.0)
+    assert mechanism.event_at(2.0).sites == (HiddenSite(8, 2.0, 1, 1),)
+    x, y = dataset[:]
+    z = torch.from_numpy(RandomSource(3).numpy("directions").standard_normal((1, 8, 8), np.float32))[0]
+    z = z / z.norm(dim=1, keepdim=True)
+    wanted = [torch.zeros(5, 7), torch.zeros(3, 6)]
+    for i in range(8):
+        losses = []
+        for sign in (1, -1 if antithetic else 0):
+            step = sign * 0.2 * math.sqrt(8) * z[i]
+            with torch.no_grad():
+                hidden = torch.tanh(model[0](x[i]) + step[:5])
+                losses.append(LOSS((model[2](hidden) + step[5:]).unsqueeze(0), y[i : i + 1])[0])
+        b = torch.sign(losses[0] - losses[1])
+        for share, layer_input, total in ((z[i, :5], x[i], wanted[0]), (z[i, 5:], torch.tanh(model[0](x[i])), wanted[1])):
+            a = torch.cat([layer_input.detach(), torch.ones(1)])
+            total += b * torch.outer(share, a / a.norm())
+    for part, total in zip(contribution(mechanism, x, y, seed=3), wanted, strict=True):
+        assert torch.allclose(part, torch.cat([total[:, :-1].flatten(), total[:, -1]]), atol=5e-5)
+
+
+def test_blocks_share_the_layers_evenly() -> None:
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(7)])
+    assert [len(g) for g in bound(model, dpulr.HiddenDirection(blocks=3)).groups] == [2, 3, 2]
+    alone = bound(model, dpulr.HiddenDirection(blocks=2, last_layer="exact"))
+    assert [list(g) for g in alone.groups] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert alone.exact == 2
+
+
+class Parallel(nn.Module):
+    """The second layer does not lie behind the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+def test_blocks_that_can_not_be() -> None:
+    with pytest.raises(ValueError, match=r"'a' \(Linear\) \+ 'b' \(Linear\) can't be one block"):
+        bound(Parallel(), dpulr.HiddenDirection(blocks=1))
+    with pytest.raises(ValueError, match="blocks is 3, but there are only 2 layers"):
+        bound(mlp(), dpulr.HiddenDirection(blocks=3))
+
+
 # --- a record's bound -----------------------------------------------------------------------------------------------------
 SETTINGS = [
     {},
@@ -151,6 +208,8 @@ SETTINGS = [
     {"repeats": 4, "frames": 2, "subspace": None},
     {"kappa": 0.05},
     {"antithetic": False},
+    {"blocks": 1},
+    {"blocks": 2, "antithetic": False, "repeats": 2},
     {"last_layer": "exact"},
     {"space": "weight"},
     {"subspace": 2},
@@ -164,7 +223,9 @@ def test_no_record_exceeds_its_bound(options: dict[str, Any], size: float) -> No
     mechanism = bound(all_kinds(), dpulr.HiddenDirection(**options))
     for seed in range(5):
         x = torch.randn(1, 6, generator=torch.Generator().manual_seed(seed)) * size
-        for part, weight in zip(contribution(mechanism, x, torch.tensor([1]), seed), mechanism.weights, strict=True):
+        parts = contribution(mechanism, x, torch.tensor([1]), seed)
+        for group, weight in zip(mechanism.groups, mechanism.weights, strict=True):
+            part = torch.cat([parts[i] for i in group])
             assert bool(torch.isfinite(part).all())
             assert float(part.double().norm()) <= weight
 
@@ -461,6 +522,8 @@ def test_mean_signal_points_along_the_gradient() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"blocks": 0}, "blocks is 0; it must be None or a whole number"),
+        ({"antithetic": 1}, "antithetic is 1; it must be true or false"),
         ({"repeats": 0}, "repeats"),
         ({"repeats": 2.5}, "repeats"),
         ({"repeats": 3, "frames": 2}, "multiple of frames"),
@@ -478,7 +541,7 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
 
 
 def test_settings_that_do_not_fit_the_model() -> None:
-    with pytest.raises(ValueError, match="one each for 0, 2"):
+    with pytest.raises(ValueError, match=r"one each for '0' \(Linear\), '2' \(Linear\)"):
         bound(mlp(), dpulr.HiddenDirection(layer_weights=(1.0,)))
     with pytest.raises(ValueError, match="positive"):
         bound(mlp(), dpulr.HiddenDirection(layer_weights=(1.0, -1.0)))

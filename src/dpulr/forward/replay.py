@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,9 @@ from dpulr.forward.trace import (
     trace,
 )
 from dpulr.layers import Call
+
+Moves = Sequence[tuple[int, Tensor]]
+"""Sites and their perturbations (repeats, records, dim)."""
 
 
 @dataclass
@@ -90,14 +93,14 @@ class Forward(ABC):
     def output(self, clean: Clean, site: int, rows: Tensor, repeats: int) -> Any:
         """The model's output when the site's output is `rows` (repeats * records, *out)."""
 
-    def losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
+    def losses(self, clean: Clean, site: int, perturbed: Tensor, also: Moves = ()) -> Tensor:
         """(repeats, records) losses when the site's output is `perturbed` (repeats, records, *out). Non-finite ones stay so.
 
-        A record whose pass raises gets NaN there, with the perturbation it has: an error must not show which record it was, and a
-        second draw would be a choice.
+        `also` moves sites behind it in the same pass. A record whose pass raises gets NaN there, with the perturbation it has: an
+        error must not show which record it was, and a second draw would be a choice.
         """
         try:
-            return self._losses(clean, site, perturbed)
+            return self._losses(clean, site, perturbed, also)
         except Exception:  # whatever a black box may raise
             if self.probe is None:
                 raise
@@ -108,16 +111,44 @@ class Forward(ABC):
                 alone = self.clean(*rows((clean.inputs, clean.targets), i, i + 1))
                 for r in range(len(perturbed)):
                     with suppress(Exception):
-                        losses[r, i] = self._losses(alone, site, perturbed[r : r + 1, i : i + 1])[0, 0]
+                        one = slice(r, r + 1), slice(i, i + 1)
+                        losses[r, i] = self._losses(alone, site, perturbed[one], [(j, delta[one]) for j, delta in also])[0, 0]
         return losses
 
-    def _losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
+    def _losses(self, clean: Clean, site: int, perturbed: Tensor, also: Moves = ()) -> Tensor:
         repeats, records = perturbed.shape[:2]
         if records == 0:
             return clean.losses.new_zeros(repeats, 0)
-        output = self.output(clean, site, perturbed.flatten(0, 1), repeats)
+        with self._moved(also):
+            output = self.output(clean, site, perturbed.flatten(0, 1), repeats)
         targets = clean.tiled("targets", clean.targets, repeats)
         return self.loss_fn(output, targets).view(repeats, records)
+
+    @contextmanager
+    def _moved(self, moves: Moves) -> Iterator[None]:
+        """While it lasts, these sites add their perturbation to whatever they put out."""
+        waiting = {site for site, _ in moves}
+        busy: set[int] = set()
+
+        def hook(site: int, delta: Tensor) -> Any:
+            def move(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+                if site in busy:  # a layer in weight space is run again, with other weights
+                    return output
+                waiting.discard(site)
+                busy.add(site)
+                try:
+                    call = Call(args, kwargs, output, *self.per_record[site : site + 1])
+                    return self.sites[site].perturbed(call, delta.flatten(0, 1).unsqueeze(0))[0]
+                finally:
+                    busy.discard(site)
+
+            return move
+
+        with _hooks([(self.layers[site].module, hook(site, delta)) for site, delta in moves]):
+            yield
+        if waiting:
+            names = ", ".join(self.sites[site].layer.label for site in sorted(waiting))
+            raise RuntimeError(f"{names} was not run in a pass that was to move it.")
 
     def surviving(self, inputs: Any, targets: Any) -> Clean | None:
         """The clean pass over the records for which it does not raise; None if there are none."""
@@ -227,13 +258,15 @@ class LoneForward(HookedForward):
         ]
         return Clean(inputs, targets, torch.cat([part.losses for part in parts]), calls, join([part.output for part in parts]))
 
-    def _losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
+    def _losses(self, clean: Clean, site: int, perturbed: Tensor, also: Moves = ()) -> Tensor:
         records = perturbed.shape[1]
         batch = [rows((clean.inputs, clean.targets), i, i + 1) for i in range(records)]
         losses = []
         for j, row in enumerate(perturbed.flatten(0, 1)):
             inputs, targets = batch[j % records]
-            losses.append(self.loss_fn(self._replaced(site, row.unsqueeze(0), inputs), targets))
+            with self._moved([(other, delta.flatten(0, 1)[j].view(1, 1, -1)) for other, delta in also]):
+                output = self._replaced(site, row.unsqueeze(0), inputs)
+            losses.append(self.loss_fn(output, targets))
         return torch.cat(losses).view(perturbed.shape[:2]) if losses else clean.losses.new_zeros(perturbed.shape[:2])
 
 

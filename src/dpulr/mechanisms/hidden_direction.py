@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import torch
@@ -35,6 +36,8 @@ class HiddenDirection(Mechanism):
     kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
     frames         size of orthonormal blocks of directions (Theorem 2); it divides repeats
     last_layer     "exact" takes the last layer's gradient by differences at its few outputs, clipped and noised as a Gaussian part
+    blocks         None perturbs layer by layer; a number makes so many blocks of neighbouring layers, each with one joint direction
+                   and one pass: the cost of a step then grows with the depth, not with its square
     subspace       directions hide in a public subspace of m dimensions a layer ("auto": 4 a repeat, at least 16); None: in all
     """
 
@@ -47,6 +50,7 @@ class HiddenDirection(Mechanism):
     space: Space = "auto"
     subspace: int | Literal["auto"] | None = "auto"
     antithetic: bool = True
+    blocks: int | None = None
     name: ClassVar[str] = "hidden-direction"
 
     def __post_init__(self) -> None:
@@ -54,6 +58,10 @@ class HiddenDirection(Mechanism):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field} is {value!r}; it must be a whole number of at least 1.")
+        if self.blocks is not None and (isinstance(self.blocks, bool) or not isinstance(self.blocks, int) or self.blocks < 1):
+            raise ValueError(f"blocks is {self.blocks!r}; it must be None or a whole number of at least 1.")
+        if not isinstance(self.antithetic, bool):
+            raise ValueError(f"antithetic is {self.antithetic!r}; it must be true or false.")
         if self.repeats % self.frames:
             raise ValueError(f"repeats is {self.repeats}; it must be a multiple of frames, which is {self.frames}.")
         if self.frames > 1 and self.kappa is not None:
@@ -75,32 +83,44 @@ class HiddenDirection(Mechanism):
 
 
 class BoundHiddenDirection(Bound):
+    """`groups` are the sites that share a direction, first to last: one each, or blocks of neighbours."""
+
     def __init__(self, settings: HiddenDirection, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
         subspace = max(16, 4 * settings.repeats) if settings.subspace == "auto" else settings.subspace
         super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=subspace)
         self.settings = settings
         self.signs = 2 if settings.antithetic else 1
-        last = len(forward.sites) - 1
-        self.exact = last if settings.last_layer == "exact" else None
-        if self.exact is not None:
+        if settings.last_layer == "exact":
             self._check_exact()
+        self.groups = self._groups()
+        self.exact = len(self.groups) - 1 if settings.last_layer == "exact" else None
+        self.dims = [sum(self.coordinates[i].dim for i in group) for group in self.groups]
         self.weights: tuple[float, ...] = ()
-        for i, coordinates in enumerate(self.coordinates):
-            if settings.frames > coordinates.dim and i != self.exact:
-                raise ValueError(
-                    f"frames is {settings.frames}, but {forward.sites[i].layer.label} has only {coordinates.dim} dimensions."
-                )
+        for g, group in enumerate(self.groups):
+            if settings.frames > self.dims[g] and g != self.exact:
+                raise ValueError(f"frames is {settings.frames}, but {self._label(group)} has only {self.dims[g]} dimensions.")
         if settings.layer_weights != "auto":
             self._check_weights(settings.layer_weights)
+
+    def _groups(self) -> list[range]:
+        """Blocks of nearly equal numbers of layers; an exact last layer stays alone."""
+        count, exact = len(self.forward.sites), int(self.settings.last_layer == "exact")
+        hidden = count - exact
+        blocks = hidden if self.settings.blocks is None else self.settings.blocks
+        if blocks > hidden:
+            raise ValueError(f"blocks is {blocks}, but there are only {hidden} layers to share among them.")
+        borders = [round(b * hidden / blocks) for b in range(blocks + 1)] if blocks else [0]
+        groups = [*(range(*pair) for pair in pairwise(borders)), *[range(hidden, count)] * exact]
+        for group in groups:
+            if len(group) > 1:
+                self._check_order(group)
+        return groups
 
     # --- privacy ------------------------------------------------------------------------------------------------------
     def event_at(self, noise_multiplier: float) -> HiddenDirectionRelease:
         ratios = [noise_multiplier / weight for weight in self.weights_at(noise_multiplier)]
-        sites = tuple(
-            HiddenSite(coordinates.dim, ratios[i], self.settings.repeats, self.settings.frames)
-            for i, coordinates in enumerate(self.coordinates)
-            if i != self.exact
-        )
+        repeats, frames = self.settings.repeats, self.settings.frames
+        sites = tuple(HiddenSite(dim, ratios[g], repeats, frames) for g, dim in enumerate(self.dims) if g != self.exact)
         return HiddenDirectionRelease(sites, () if self.exact is None else (ratios[self.exact],))
 
     def use(self, noise_multiplier: float) -> None:
@@ -112,57 +132,70 @@ class BoundHiddenDirection(Bound):
         return self.noise_multiplier
 
     def weights_at(self, noise_multiplier: float) -> tuple[float, ...]:
-        """The bound C_l of each layer. Public: it depends on shapes and settings only."""
+        """The bound C of each group. Public: it depends on shapes and settings only."""
         if self.settings.layer_weights != "auto":
             return tuple(float(weight) for weight in self.settings.layer_weights)
-        guesses = [math.sqrt(site.fan_in) for site in self.forward.sites]
+        guesses = [math.sqrt(sum(self.forward.sites[i].fan_in for i in group) / len(group)) for group in self.groups]
         costs = [
-            LayerCost.exact(gradient) if i == self.exact else LayerCost.hidden(coordinates.dim, self.settings.repeats, gradient)
-            for i, (coordinates, gradient) in enumerate(zip(self.coordinates, guesses, strict=True))
+            LayerCost.exact(gradient) if g == self.exact else LayerCost.hidden(dim, self.settings.repeats, gradient)
+            for g, (dim, gradient) in enumerate(zip(self.dims, guesses, strict=True))
         ]
         return balanced(costs, noise_multiplier or 1.0)
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
-        for i, (site, call, weight) in enumerate(zip(self.forward.sites, clean.calls, self.weights, strict=True)):
-            if i == self.exact:
-                signal = self.differences(clean, i)
+        for g, (group, weight) in enumerate(zip(self.groups, self.weights, strict=True)):
+            if g == self.exact:
+                site, call, signal = self.forward.sites[-1], clean.calls[-1], self.differences(clean, group[0])
                 scale = (ROUNDING * weight / site.norms(call, signal)).clamp(max=1)
-            else:
-                signal = self.estimate(clean, i, directions)
-                gains = site.gains(call)
+                self.coordinates[-1].add(call, signal, scale, parts[-1])
+                continue
+            for i, signal in zip(group, self._shares(group, self.estimate(clean, g, directions)), strict=True):
+                gains = self.forward.sites[i].gains(clean.calls[i])
                 scale = torch.where(gains > 0, ROUNDING * weight / gains, 0)
-            self.coordinates[i].add(call, signal, scale, parts[i])
+                self.coordinates[i].add(clean.calls[i], signal, scale, parts[i])
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
         """Undo the mean overlap and lift the release: C_l times the mean of gradients normalised in the subspace, plus noise.
 
         This only sets the scale of the learning rate; it costs nothing and leaks nothing.
         """
-        for i, part in enumerate(self._parts(release)):
-            if i != self.exact:
-                part /= mean_overlap(self.coordinates[i].dim)
+        parts = self._parts(release)
+        for g, group in enumerate(self.groups):
+            if g != self.exact:
+                for i in group:
+                    parts[i] /= mean_overlap(self.dims[g])
         super().gradients(release, into)
 
-    def estimate(self, clean: Clean, index: int, directions: Directions) -> Tensor:
-        """(records, dim): the mean over the repeats of z b, which has norm at most 1."""
-        site, coordinates = self.forward.sites[index], self.coordinates[index]
-        signal = torch.zeros(clean.records, coordinates.dim, device=self.device, dtype=self.dtype)
-        radius = self.settings.radius * site.scale * math.sqrt(coordinates.dim)
-        frames = self.settings.frames
-        for blocks in self.repeat_chunks(site, clean.records, self.settings.repeats // frames, signs=self.signs * frames):
-            z = self.draw(directions, blocks, clean.records, coordinates.dim)
-            b = self.bit(self.difference(clean, index, coordinates.perturbation(z, radius)))
+    def _shares(self, group: range, signal: Tensor) -> tuple[Tensor, ...]:
+        """What each site of a group has of a vector."""
+        return torch.split(signal, [self.coordinates[i].dim for i in group], dim=-1)
+
+    def estimate(self, clean: Clean, g: int, directions: Directions) -> Tensor:
+        """(records, dim of the group): the mean over the repeats of z b, which has norm at most 1."""
+        group, frames = self.groups[g], self.settings.frames
+        signal = torch.zeros(clean.records, self.dims[g], device=self.device, dtype=self.dtype)
+        largest = max((self.forward.sites[i] for i in group), key=self.row_bytes)
+        for blocks in self.repeat_chunks(largest, clean.records, self.settings.repeats // frames, signs=self.signs * frames):
+            z = self.draw(directions, blocks, clean.records, self.dims[g])
+            b = self.bit(self.difference(clean, g, z))
             signal += weighted(b, z)
         return signal.div_(self.settings.repeats)
 
-    def difference(self, clean: Clean, index: int, delta: Tensor) -> Tensor:
+    def difference(self, clean: Clean, g: int, z: Tensor) -> Tensor:
         """(repeats, records): how much higher the loss is under a perturbation than under its opposite, or than without any."""
-        site, call = self.forward.sites[index], clean.calls[index]
+        group, length = self.groups[g], self.settings.radius * math.sqrt(self.dims[g])
+        deltas = [
+            self.coordinates[i].perturbation(share, length * self.forward.sites[i].scale)
+            for i, share in zip(group, self._shares(group, z), strict=True)
+        ]
+        first, site, call = group[0], self.forward.sites[group[0]], clean.calls[group[0]]
+        rest = list(zip(group[1:], deltas[1:], strict=True))
         if not self.settings.antithetic:
-            return self.forward.losses(clean, index, site.perturbed(call, delta)) - clean.losses
-        losses = self.forward.losses(clean, index, site.perturbed_pair(call, delta))
-        return losses[: len(delta)] - losses[len(delta) :]
+            return self.forward.losses(clean, first, site.perturbed(call, deltas[0]), rest) - clean.losses
+        rest = [(i, torch.cat([delta, -delta])) for i, delta in rest]
+        losses = self.forward.losses(clean, first, site.perturbed_pair(call, deltas[0]), rest)
+        return losses[: len(z)] - losses[len(z) :]
 
     def draw(self, directions: Directions, blocks: int, records: int, dim: int) -> Tensor:
         """(blocks * frames, records, dim) unit vectors, orthonormal within a block."""
@@ -202,8 +235,21 @@ class BoundHiddenDirection(Bound):
             )
 
     def _check_weights(self, weights: tuple[float, ...]) -> None:
-        if len(weights) != len(self.coordinates) or not all(math.isfinite(w) and w > 0 for w in weights):
-            names = ", ".join(site.name for site in self.forward.sites)
-            raise ValueError(
-                f"layer_weights must be {len(self.coordinates)} positive numbers, one each for {names}; got {weights}."
-            )
+        if len(weights) != len(self.groups) or not all(math.isfinite(w) and w > 0 for w in weights):
+            names = ", ".join(self._label(group) for group in self.groups)
+            raise ValueError(f"layer_weights must be {len(self.groups)} positive numbers, one each for {names}; got {weights}.")
+
+    def _label(self, group: range) -> str:
+        return " + ".join(self.forward.sites[i].layer.label for i in group)
+
+    def _check_order(self, group: range) -> None:
+        """All layers of a block must lie behind its first one, or they would not be moved. Tried on made-up records."""
+        if self.forward.probe is None:
+            return
+        clean = self.forward.clean(*self.forward.probe)
+        zeros = [torch.zeros(1, clean.records, self.forward.sites[i].dim, device=self.device, dtype=self.dtype) for i in group]
+        perturbed = self.forward.sites[group[0]].perturbed(clean.calls[group[0]], zeros[0])
+        try:
+            self.forward._losses(clean, group[0], perturbed, list(zip(group[1:], zeros[1:], strict=True)))
+        except RuntimeError as error:
+            raise ValueError(f"{self._label(group)} can't be one block: {error} Use other blocks, or blocks=None.") from error
