@@ -158,23 +158,26 @@ def deep(layers: int, width: int) -> nn.Sequential:
 def growth(rounds: int, least: float) -> dict[str, dict[str, Any]]:
     """Seconds a step of hidden-direction against depth, width, batch and repeats, beside plain SGD."""
 
-    def pair(layers: int = 4, width: int = 64, batch: int = 500, repeats: int = 1) -> tuple[float, float]:
+    def pair(
+        layers: int = 4, width: int = 64, batch: int = 500, repeats: int = 1, blocks: int | None = None
+    ) -> tuple[float, float]:
         data = torch.utils.data.TensorDataset(torch.randn(20_000, width), torch.randint(0, 10, (20_000,)))
         steps = {
-            "hidden": ours(dpulr.HiddenDirection(repeats=repeats))(deep(layers, width), data, batch),
+            "hidden": ours(dpulr.HiddenDirection(repeats=repeats, blocks=blocks))(deep(layers, width), data, batch),
             "plain": plain(deep(layers, width), data, batch),
         }
         times = measure(steps, rounds, least)
         return times["hidden"], times["plain"]
 
     curves: dict[str, dict[str, Any]] = {}
-    for name, values in {
-        "layers": [2, 4, 8, 16, 32, 64],
-        "width": [32, 64, 128, 256, 512],
-        "batch": [64, 128, 256, 512, 1_024, 2_048],
-        "repeats": [1, 2, 4, 8, 16, 32],
-    }.items():
-        pairs = [pair(**{name: value}) for value in values]
+    for name, values, fixed in (
+        ("layers", [2, 4, 8, 16, 32, 64], {}),
+        ("layers, in 2 blocks", [2, 4, 8, 16, 32, 64], {"blocks": 2}),
+        ("width", [32, 64, 128, 256, 512], {}),
+        ("batch", [64, 128, 256, 512, 1_024, 2_048], {}),
+        ("repeats", [1, 2, 4, 8, 16, 32], {}),
+    ):
+        pairs = [pair(**{name.split(",")[0]: value}, **fixed) for value in values]
         hidden, plain_sgd = [p[0] for p in pairs], [p[1] for p in pairs]
         upper = len(values) // 2
         curves[name] = {

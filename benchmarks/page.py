@@ -39,12 +39,12 @@ def draw_steps(times: dict[str, dict[str, float]], picture: Path) -> None:
 
 
 def draw_growth(growth: dict[str, Any], picture: Path) -> None:
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), layout="constrained")
+    figure, axes = plt.subplots(1, 5, figsize=(16, 3.2), layout="constrained")
     for axis, (name, curve) in zip(axes, growth.items(), strict=True):
         axis.loglog(curve["values"], [1e3 * v for v in curve["hidden"]], "o-", color=COLORS[ONE], label="hidden-direction")
         axis.loglog(curve["values"], [1e3 * v for v in curve["plain"]], "s-", color=COLORS[PLAIN], label="plain SGD")
         axis.set_xlabel(name)
-        axis.set_title(f"grows like {name}^{curve['exponent']:.2f}", fontsize=9)
+        axis.set_title(f"grows like {name.split(',')[0]}^{curve['exponent']:.2f}", fontsize=9)
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("milliseconds a step")
     axes[0].legend(frameon=False, fontsize=8)
