@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dpulr.audit.games import BatchGame, Game, LossFunction, RowsGame, ZerothOrd
 from dpulr.audit.verdict import Verdict, judge
 from dpulr.mechanisms import Gaussian, HiddenDirection, Mechanism, Paper, ZerothOrder, by_name
 
-ROWS_TRIALS, BATCH_TRIALS = 400_000, 10_000
+ROWS_TRIALS, BATCH_TRIALS, PAPER_TRIALS = 400_000, 10_000, 2_000
 
 
 def play(
@@ -33,7 +34,9 @@ def play(
     if math.isinf(game.claim.epsilon(delta)):
         raise ValueError(f"nothing is claimed: epsilon is infinite at delta {delta:g}. Choose a larger delta.")
     started = time.perf_counter()
-    out, inside = game.features(trials)
+    with warnings.catch_warnings():  # said by `paper` at every canary that is simulated alone
+        warnings.filterwarnings("ignore", message="the batch's gradients have no noise")
+        out, inside = game.features(trials)
     return judge(
         out,
         inside,
@@ -79,6 +82,7 @@ def one_step(
     settings: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
     if canary == "crafted" and mechanism != "opacus" and isinstance(by_name(mechanism), Paper):
         canary = "feature"  # its noise depends on the whole batch: nothing hurts it more than a feature that nobody else has
+        trials = trials or PAPER_TRIALS
     game: Game
     if canary == "crafted":
         if model is not None or records is not None or rejection_threshold:

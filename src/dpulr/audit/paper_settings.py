@@ -5,7 +5,6 @@ The claim held against it is the one its proof makes: a Gaussian mechanism of no
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -40,26 +39,24 @@ class PaperSetting:
     ) -> Verdict:
         torch.manual_seed(0)
         inputs, targets, canary = _data(self.canary)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the batch's gradients have no noise")
-            game = BatchGame(
-                Paper(remedy=self.remedy, repeats=self.repeats, sigma=self.sigma),
-                model=nn.Sequential(nn.Linear(_FEATURES, _CLASSES)),
-                loss_fn=nn.CrossEntropyLoss(reduction="none"),
-                records=(inputs, targets),
-                canary=canary,
-                noise_multiplier=4.0,
-                seed=seed,
-            )
-            settings = {"remedy": self.remedy, "repeats": self.repeats, "sigma": self.sigma, "records": _RECORDS}
-            return play(
-                game,
-                canary=self.canary,
-                trials=trials or self.trials,
-                delta=delta,
-                confidence=confidence,
-                settings=settings,
-            )
+        game = BatchGame(
+            Paper(remedy=self.remedy, repeats=self.repeats, sigma=self.sigma),
+            model=nn.Sequential(nn.Linear(_FEATURES, _CLASSES)),
+            loss_fn=nn.CrossEntropyLoss(reduction="none"),
+            records=(inputs, targets),
+            canary=canary,
+            noise_multiplier=4.0,
+            seed=seed,
+        )
+        settings = {"remedy": self.remedy, "repeats": self.repeats, "sigma": self.sigma, "records": _RECORDS}
+        return play(
+            game,
+            canary=self.canary,
+            trials=trials or self.trials,
+            delta=delta,
+            confidence=confidence,
+            settings=settings,
+        )
 
 
 def _data(kind: str) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
