@@ -173,7 +173,7 @@ _ALL = [
     Bug("noise-halved", "the noise has half the standard deviation that is charged", _halved, 40_000),
     Bug("clip-forgotten", "records are not clipped", _unclipped, 40_000),
     Bug("seed-reused", "the noise comes from a seed that is always the same", _seed_reused, 1_000),
-    Bug("bits-to-two", "|b| goes up to 2 in hidden-direction", _wide, 40_000),
+    Bug("bits-to-two", "b reaches from -2 to 2 in hidden-direction", _wide, 40_000),
     Bug("noise-repeated", "after a resume the noise of the last step comes again", _resumed, 2_000),
     Bug("sampling-twice", "sampling is credited twice: q squared for q", _credited_twice, 40_000),
     Bug("batch-statistics", "inputs are standardised over the batch", _batch_statistics, 1_000),

@@ -154,7 +154,7 @@ def run(results: Path = RESULTS, say: Callable[[str], None] = print) -> dict[str
         verdict = setting.run(**{"delta": 1e-5, **setting.options}, confidence=confidence, seed=1_000 + number)
         row = verdict.to_dict()
         row["group"], row["name"] = setting.group, setting.name
-        row["roc"], row["allowed"] = _thin(row["roc"]), _thin(row["allowed"])
+        row["roc"], row["allowed"] = _short(row["roc"]), _short(row["allowed"])
         found[key] = row
         results.parent.mkdir(parents=True, exist_ok=True)
         replace_json(results, found)
@@ -162,9 +162,9 @@ def run(results: Path = RESULTS, say: Callable[[str], None] = print) -> dict[str
     return found
 
 
-def _thin(points: list[tuple[float, float]]) -> list[list[float]]:
-    kept = points[:: max(1, len(points) // 60)]
-    return [[float(f"{a:.4g}"), float(f"{b:.4g}")] for a, b in [*kept, points[-1]]]
+def _short(points: list[tuple[float, float]]) -> list[list[float]]:
+    """Four figures are enough for a picture."""
+    return [[float(f"{a:.4g}"), float(f"{b:.4g}")] for a, b in points]
 
 
 # --- docs/audit.md ----------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def _table(group: str, rows: list[dict[str, Any]]) -> str:
         head = ["setting", "canary", "verdict", "looks like noise of at most", "trials", "best attack"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
-        name = row["settings"]["bug"] if group == "bugs" else row["name"].removesuffix(f", {row['canary']}")
+        name = broken.BUGS[row["name"]].what if group == "bugs" else row["name"].removesuffix(f", {row['canary']}")
         if shares:
             curve = "-" if row["game"] == "one run" else down(row["curve_bound"])
             cells = [

@@ -15,7 +15,7 @@ from dpulr.audit.bounds import Array, epsilon_from_rates, lower_rate, upper_rate
 from dpulr.audit.claims import FINEST, LEAST, Claim, largest_refuted, refuted, scaled
 
 _CANDIDATES = 400  # thresholds looked at on the first half
-_ROC_POINTS = 200
+_ROC_POINTS = 100
 _DELTAS = tuple(np.geomspace(1e-5, 0.9, 60).tolist())
 
 
@@ -224,5 +224,5 @@ def rates(out: Array, inside: Array) -> list[tuple[float, float]]:
 
 def allowed(claim: Claim) -> list[tuple[float, float]]:
     """The largest power that the claim allows, as a curve."""
-    fpr = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, 120)])
+    fpr = np.concatenate([[0.0], np.geomspace(1e-6, 0.01, 50), np.linspace(0.02, 1.0, 99)])
     return list(zip(fpr.tolist(), claim.power(fpr).tolist(), strict=True))
