@@ -152,16 +152,18 @@ def _opacus_steps(setting: PaperRun, model: nn.Module, train: Any) -> Iterator[C
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if setting.method == "dp-sgd":
-            wrapped, stepper, criterion, loader = PrivacyEngine().make_private(
+            images = setting.model == "resnet5"  # ghost clipping makes a matrix of positions x positions: not for convolutions
+            wrapped, stepper, *more, loader = PrivacyEngine().make_private(
                 module=model,
                 optimizer=optimizer,
                 criterion=criterion,
                 data_loader=loader,
                 noise_multiplier=setting.target_std,
                 max_grad_norm=1.0,
-                grad_sample_mode="ghost",
+                grad_sample_mode="hooks" if images else "ghost",
                 poisson_sampling=False,
             )
+            criterion = more[0] if more else criterion
         for _ in range(setting.epochs):
             for inputs, targets in loader:
                 stepper.zero_grad()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -100,6 +101,7 @@ class BoundPaper(Bound):
         self.controls: list[Controls] = []
         """What the controller decided in this step, layer by layer. It depends on the batch: nothing covers it."""
         self._extra: list[Covariance | None] = []
+        self._spectra = Thread()
         self._warned: set[str] = set()
         self._joint: Forward = self._check_simultaneous() if settings.simultaneous else forward
 
@@ -141,6 +143,8 @@ class BoundPaper(Bound):
                     if std > 0:
                         blocks.add(call, clean.losses, covariance)
         self._control(stds, covariances)
+        self._spectra = Thread(target=_decompose, args=([c for c in self._extra if c is not None],), daemon=True)
+        self._spectra.start()  # the passes do not need them
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         parts = self._parts(total)
         for chunk in chunks:
@@ -171,6 +175,8 @@ class BoundPaper(Bound):
 
     def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
         """The sum, with extra noise along the eigenvectors where the remedy asks for it, over N_B."""
+        if self._spectra.ident is not None:
+            self._spectra.join()
         release = total.clone()
         sizes = self._now("rejection_threshold") if "rejection_threshold" in self._schedules else (denominator,) * len(self.blocks)
         everything = zip(self._parts(release), self._parts(noise), self.blocks, self.controls, self._extra, sizes, strict=True)
@@ -210,15 +216,16 @@ class BoundPaper(Bound):
     def _report_deficiency(self, index: int, covariance: Covariance) -> None:
         """Say it once a layer; without a remedy, stop: no sigma meets eq:sigma."""
         blocks, label = self.blocks[index], self.forward.sites[index].layer.label
+        if label in self._warned:
+            return
         text = (
             f"the batch's gradients have no noise in some directions of {label}: the covariance has rank "
             f"{covariance.rank() * blocks.copies} of {blocks.count * blocks.copies * blocks.width}"
         )
         if self.settings.remedy == "none":
             raise ValueError(f"{text}. No sigma meets the paper's condition. Use remedy='extra-noise' or 'parameters'.")
-        if label not in self._warned:
-            self._warned.add(label)
-            warnings.warn(f"{text}, so extra noise is added along its eigenvectors", stacklevel=2)
+        self._warned.add(label)
+        warnings.warn(f"{text}, so extra noise is added along its eigenvectors", stacklevel=2)
 
     # --- noise at all layers at once ----------------------------------------------------------------------------------
     def _add_together(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
@@ -282,6 +289,13 @@ class BoundPaper(Bound):
         if all(layer.name in replayed for layer in forward.layers[1:]):
             return forward
         return HookedForward(forward.model, forward.loss_fn, forward.layers)
+
+
+def _decompose(covariances: list[Covariance]) -> None:
+    """Ahead of time, in another thread. What fails here fails again, and is seen, where it is needed."""
+    with torch.inference_mode(), suppress(Exception):
+        for covariance in covariances:
+            covariance.decomposed()
 
 
 def _by_record(rows: Tensor, records: int) -> Tensor:

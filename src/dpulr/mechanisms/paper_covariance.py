@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -54,14 +55,14 @@ class Covariance:
     def decomposed(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of the matrix of each block; if thin, of the Gram matrix of its rows.
 
-        In float64: losses of one batch may differ by ten orders of magnitude, and float32 solvers then return NaN.
+        Losses of one batch may differ by ten orders of magnitude. The solver may then fail in float32, and does it in float64.
         """
         if self._decomposed is None:
             if self._matrix is None:
                 self._drop_negligible_rows()
             matrix = self._rows @ self._rows.transpose(1, 2) if self._matrix is None else self._matrix
-            values, vectors = torch.linalg.eigh(matrix.double())
-            self._decomposed = values.clamp_min(0).to(matrix.dtype), vectors.to(matrix.dtype)
+            values, vectors = _eigh(matrix)
+            self._decomposed = values.clamp_min(0), vectors
         return self._decomposed
 
     def _drop_negligible_rows(self) -> None:
@@ -96,7 +97,8 @@ class Covariance:
         # Eigenvectors are rows^T u / sqrt(value). What is taken off along them, over the value, stays finite where the value is 0.
         off = torch.where(credited < target**2, credit / (target + left), target / values)
         inside = (noise @ self._rows.transpose(1, 2)) @ vectors
-        return target * noise - ((inside * off.unsqueeze(1)) @ vectors.transpose(1, 2)) @ self._rows
+        taken = (inside * off.unsqueeze(1)) @ vectors.transpose(1, 2)
+        return torch.baddbmm(noise, taken, self._rows, beta=target, alpha=-1)
 
 
 class Blocks(ABC):
@@ -256,6 +258,15 @@ def blocks_of(site: Site) -> Blocks:
     if isinstance(site.rule, EmbeddingRule):
         return EmbeddingBlocks(site)
     raise ValueError(f"{site.layer.label} has a rule of its own, whose covariance is not known. Use remedy='parameters'.")
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    with suppress(RuntimeError):  # torch's LinAlgError is one
+        values, vectors = torch.linalg.eigh(matrix)
+        if bool(torch.isfinite(values.sum() + vectors.sum())):
+            return values, vectors
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 
 def _finite(losses: Tensor) -> Tensor:
