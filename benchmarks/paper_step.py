@@ -29,10 +29,10 @@ def timed(owner: Any, name: str, label: str, spent: dict[str, float]) -> None:
         before, start = spent["all timed"], time.thread_time()
         result = inner(*args, **kwargs)
         whole = time.thread_time() - start
-        own = whole - (spent["all timed"] - before)
+        beside = threading.current_thread() is not threading.main_thread()
+        own = whole if beside else whole - (spent["all timed"] - before)
         spent[label] += own
-        if threading.current_thread() is threading.main_thread():
-            spent["all timed"] += own
+        spent["all timed"] += 0 if beside else own
         return result
 
     setattr(owner, name, method)
