@@ -67,8 +67,8 @@ def epsilon_of(batch: int, sigma0: float) -> float:
 
 HIDDEN = Method(
     {  # the smaller the noise, the more it pays to average directions
-        0.5: HiddenDirection(repeats=8, antithetic=False),
-        2.0: HiddenDirection(repeats=16, antithetic=False),
+        0.5: HiddenDirection(repeats=8, antithetic=False, radius=0.03),
+        2.0: HiddenDirection(repeats=16, antithetic=False, radius=0.03),
         math.inf: HiddenDirection(repeats=32, subspace=64, antithetic=False),
     },
     2_000,
