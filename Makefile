@@ -46,7 +46,7 @@ types:
 
 tests:
 	@echo "--- pytest"
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist worksteal
 
 slow: setup-dev
 	$(BIN)/pytest -m slow

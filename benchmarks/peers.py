@@ -145,22 +145,23 @@ def naive(repeats: int = 16, sigma: float = 0.5) -> Callable[[nn.Module, TensorD
 
 
 def passes(repeats: int = 16) -> Callable[[nn.Module, TensorDataset, int], Step]:
-    """Only the passes of `paper`: one clean, and for each layer K replays of what lies behind it. The losses are not used."""
+    """Only the passes of `paper`: one clean, and for each layer K noisy replays of what lies behind it. The losses are not used."""
 
     def make(model: nn.Module, data: TensorDataset, batch: int) -> Step:
         modules = [module for module in model.modules() if not list(module.children())]
         inputs, targets = data.tensors
-        loss_fn = nn.CrossEntropyLoss(reduction="none")
+        loss_fn, rng = nn.CrossEntropyLoss(reduction="none"), np.random.default_rng()
 
         @torch.inference_mode()
         def step() -> None:
-            rows = torch.from_numpy(np.random.default_rng().choice(len(targets), batch, replace=False))
-            x, y = inputs[rows], targets[rows]
+            rows = torch.from_numpy(rng.choice(len(targets), batch, replace=False))
+            x, y = inputs.index_select(0, rows), targets[rows]
             many = y.repeat(repeats)
             for i, module in enumerate(modules):
                 x = module(x)
                 if isinstance(module, nn.Linear | nn.Conv2d):
-                    out = x.repeat(repeats, *[1] * (x.dim() - 1))
+                    noise = rng.standard_normal((repeats, *x.shape), dtype=np.float32)
+                    out = torch.from_numpy(noise).mul_(0.5).add_(x).flatten(0, 1)
                     for later in modules[i + 1 :]:
                         out = later(out)
                     loss_fn(out.t().unsqueeze(0), many.unsqueeze(0))
