@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -17,9 +17,10 @@ from dpulr import accounting
 
 @dataclass(frozen=True)
 class OpacusDPSGD:
-    """Exact gradients, clipped record by record with ghost clipping, Poisson batches."""
+    """Exact gradients, clipped record by record, Poisson batches. `mode`: "ghost" clipping, or "hooks", faster for convolutions."""
 
     max_grad_norm: float = 1.0
+    mode: Literal["ghost", "hooks"] = "ghost"
     name: ClassVar[str] = "dp-sgd (Opacus)"
 
 
@@ -54,16 +55,18 @@ def run_opacus(recipe: Any, train: Any, test: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped, private, criterion, loader = PrivacyEngine().make_private(
+        parts = PrivacyEngine().make_private(
             module=model,
             optimizer=optimizer,
             criterion=nn.CrossEntropyLoss(),
             data_loader=DataLoader(Batches(train), batch_size=recipe.batch_size, collate_fn=list),
             noise_multiplier=noise,
             max_grad_norm=settings.max_grad_norm,
-            grad_sample_mode="ghost",
+            grad_sample_mode=settings.mode,
             poisson_sampling=True,
         )
+        wrapped, private, loader = parts[0], parts[1], parts[-1]
+        criterion = parts[2] if settings.mode == "ghost" else nn.CrossEntropyLoss()
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         started, taken = time.perf_counter(), 0
         while taken < steps:

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dpulr.experiments.baselines import OpacusDPSGD
 from dpulr.experiments.training import Recipe, run
+from dpulr.mechanisms import Gaussian, HiddenDirection
 
 
 def sweep(recipes: Iterable[Recipe], file: Path) -> list[dict[str, Any]]:
@@ -54,7 +56,14 @@ def mean_and_spread(results: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _key(recipe: dict[str, Any]) -> str:
-    return json.dumps(recipe, sort_keys=True, default=str)
+    """What tells runs apart: settings of the mechanism count where they differ from its defaults, so that options may be added."""
+    mechanism = recipe["mechanism"]
+    defaults = DEFAULTS.get(mechanism["name"], {})
+    own = {name: value for name, value in mechanism.items() if name not in defaults or value != defaults[name]}
+    return json.dumps({**recipe, "mechanism": own}, sort_keys=True, default=str)
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {kind.name: vars(kind()) for kind in (HiddenDirection, Gaussian, OpacusDPSGD)}
 
 
 def _add(file: Path, key: str, result: dict[str, Any]) -> None:
