@@ -5,13 +5,13 @@ K and the standard deviation of the injected noise are ours: chosen on the last 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpulr.experiments import sweep, table
 from dpulr.experiments.paper_runs import PaperRun
 from dpulr.experiments.reproduction import found
 from dpulr.experiments.table import epsilon_of
@@ -103,7 +103,7 @@ def table1(settings: Sequence[tuple[int, float]], file: Path, certified: Path, s
         paper = TABLE1[batch][sigma0]
         row = [f"{batch}", f"{sigma0:g}", f"{paper[0]:.2f} / {paper[1]:.2f}", both(ours[0])]
         row += [f"{paper[2]:.2f} / {paper[3]:.2f}", both(ours[1], best=True), f"{epsilon_of(batch, sigma0):.3f}"]
-        row += [_certified(certified, name, epsilon_of(batch, sigma0)) for name in ("hidden-direction", "dp-sgd (Opacus)")]
+        row += [_certified(certified, name, epsilon_of(batch, sigma0), seeds) for name in ("hidden-direction", "dp-sgd")]
         rows.append(row)
     return _markdown(heads, rows)
 
@@ -160,17 +160,10 @@ def _spread(values: Sequence[float]) -> str:
     return f"{text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else text
 
 
-def _certified(file: Path, name: str, epsilon: float) -> str:
+def _certified(file: Path, method: str, epsilon: float, seeds: int) -> str:
     """Test accuracies of the certified runs at this epsilon, from the table of `dpulr.experiments.table`."""
-    stored = json.loads(file.read_text()) if file.exists() else []
-    values = [
-        100 * result["test_accuracy"]
-        for result in stored
-        if result["recipe"]["mechanism"]["name"] == name
-        and result["recipe"]["epochs"] == EPOCHS
-        and not result["recipe"]["holdout"]
-        and abs((result["recipe"]["target_epsilon"] or 0) - epsilon) < 1e-6 * epsilon
-    ]
+    results = sweep.found([table.recipe("mnist", method, epsilon, seed) for seed in range(seeds)], file)
+    values = [100 * result["test_accuracy"] for result in results]
     return f"{_spread(values)} ({len(values)})" if values else "-"
 
 

@@ -56,11 +56,17 @@ def mean_and_spread(results: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _key(recipe: dict[str, Any]) -> str:
-    """What tells runs apart: settings of the mechanism count where they differ from its defaults, so that options may be added."""
+    """What tells runs apart: settings of the mechanism count where they differ from its defaults, so that options may be added.
+
+    Epsilon counts to six digits: a computed one differs in the last bit from machine to machine.
+    """
     mechanism = recipe["mechanism"]
     defaults = DEFAULTS.get(mechanism["name"], {})
     own = {name: value for name, value in mechanism.items() if name not in defaults or value != defaults[name]}
-    return json.dumps({**recipe, "mechanism": own}, sort_keys=True, default=str)
+    epsilon = recipe["target_epsilon"]
+    return json.dumps(
+        {**recipe, "mechanism": own, "target_epsilon": epsilon and float(f"{epsilon:.6g}")}, sort_keys=True, default=str
+    )
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {kind.name: vars(kind()) for kind in (HiddenDirection, Gaussian, OpacusDPSGD)}
