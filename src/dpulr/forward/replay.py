@@ -76,14 +76,14 @@ class Forward(ABC):
     @contextmanager
     def checked_mode(self) -> Iterator[None]:
         """Every module in the mode (training or not) in which it was checked, whatever mode the user left it in."""
-        found = [(module, module.training) for module, _ in self._modes]
+        changed = [(module, wanted) for module, wanted in self._modes if module.training != wanted]
         try:
-            for module, training in self._modes:
+            for module, training in changed:
                 module.training = training
             yield
         finally:
-            for module, training in found:
-                module.training = training
+            for module, training in changed:
+                module.training = not training
 
     @abstractmethod
     def clean(self, inputs: Any, targets: Any) -> Clean:
