@@ -46,6 +46,19 @@ def test_sampling_and_several_steps(mechanism: str) -> None:
     assert verdict.measured > 0.3 * verdict.claimed_epsilon
 
 
+@pytest.mark.parametrize("rate", [1 / 3, 0.07, 1 / 150])
+def test_opacus_samples_at_the_rate_that_is_claimed(rate: float) -> None:
+    """Or refuses it: Opacus takes its own rate from the number of batches."""
+    from dpulr.audit.opacus_game import OpacusGame
+
+    if rate == 0.07:
+        with pytest.raises(ValueError, match="1 over a whole number"):
+            OpacusGame(dim=1, noise_multiplier=1.0, sample_rate=rate)
+        return
+    game = OpacusGame(dim=1, noise_multiplier=1.0, sample_rate=rate)
+    assert game.loader.sample_rate == pytest.approx(game.claim.step.sample_rate)
+
+
 def test_zeroth_order() -> None:
     verdict = dpulr.audit.one_step("zeroth-order", trials=1_500, seed=1)
     assert not verdict.broken
@@ -136,6 +149,9 @@ def test_a_damaged_canary_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=name):
             dpulr.audit.one_step("gaussian", tmp_path / name)
+    np.savez(tmp_path / "n.npz", x=np.full(49, np.nan), y=3)
+    with pytest.raises(ValueError, match="not finite"):
+        dpulr.audit.one_step("gaussian", tmp_path / "n.npz")
 
 
 def test_rejection_is_in_the_claim() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from dpulr.accounting import GaussianRelease, SampledStep
 from dpulr.audit import Verdict, attacks, draw
-from dpulr.audit.claims import Claim
-from dpulr.audit.verdict import down, judge, up
+from dpulr.audit.claims import Claim, refuted
+from dpulr.audit.verdict import _proof, down, judge, up
 from dpulr.cli.main import main
 
 
@@ -53,8 +53,18 @@ def test_no_noise_at_all() -> None:
     found = judge(out, inside, [attacks.projection(), attacks.quadratic()], claim, mechanism="m", canary="c")
     assert found.broken
     assert found.lower_bound > 4
-    assert json.loads(found.to_json())["curve_bound"] is None
-    assert "no amount of noise" in found.details()
+    assert found.noise_factor == 1 / 16
+    assert found.curve_bound == Claim(SampledStep(GaussianRelease(0.25), 1.0)).epsilon(1e-5)  # not infinite: that was not measured
+    assert "less was not tried" in found.details()
+
+
+def test_one_direction_of_the_curve_alone_breaks_nothing() -> None:
+    """Rates that the accountant's curve for added records forbids, while every claimed (epsilon, delta) allows them."""
+    claim = Claim(SampledStep(GaussianRelease(1.0), 0.1))
+    fpr, tpr = np.array([1 - 0.001]), np.array([1 - 0.0008])
+    assert (refuted(claim, fpr, tpr) > 0).all()
+    assert _proof(claim, fpr, tpr, 1e-5) is None
+    assert _proof(claim, np.array([0.001]), np.array([0.05]), 0.5) is not None  # at a smaller delta than the one asked for
 
 
 def test_nothing_to_see() -> None:
@@ -91,6 +101,12 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ["--bug", "shuffled", "--dim", "3"],
         ["--game", "nothing"],
         ["--trials", "3"],
+        ["--trials", "0"],
+        ["--bug", "noise-halved", "--trials", "0"],
+        ["--bug", "noise-halved", "--game", "one-run"],
+        ["--game", "randomness", "--confidence", "2"],
+        ["--game", "randomness", "--trials", "500"],
+        ["--mechanism", "opacus", "--sample-rate", "0.016"],
         ["--delta", "2"],
         ["--noise-multiplier", "nan"],
         ["--sample-rate", "0"],

@@ -37,7 +37,8 @@ class Bug:
 
     def audit(self, *, seed: int | None = None, trials: int | None = None, **options: Any) -> Verdict:
         return replace(
-            play(self.game(seed), canary=self.name, trials=trials or self.trials, **options), settings={"bug": self.what}
+            play(self.game(seed), canary=self.name, trials=self.trials if trials is None else trials, **options),
+            settings={"bug": self.what},
         )
 
 
@@ -154,7 +155,10 @@ def _batch_statistics(seed: int | None) -> Game:
 
 
 def _shuffled(seed: int | None) -> Game:
-    """Half of 20 records a batch. A fixed size makes the canary push another record out, which Poisson sampling never does."""
+    """Half of 20 records a batch. A fixed size makes the canary push another record out, which Poisson sampling never does.
+
+    Two batches of a permutation can't both have the canary: counts spread less than independent ones, and the limits are careful.
+    """
     return BatchGame(
         "gaussian",
         model=nn.Sequential(nn.Linear(1, 1, bias=False)),

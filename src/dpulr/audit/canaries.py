@@ -71,6 +71,8 @@ def load(path: Path) -> tuple[Tensor, Tensor]:
     except Exception as problem:  # unpickling fails in many ways
         raise ValueError(f"{path} can't be read as a canary: {type(problem).__name__}.") from problem
     inputs = inputs.float()
+    if not inputs.isfinite().all():
+        raise ValueError(f"{path} holds no canary: x has values that are not finite.")
     if inputs.numel() == 28 * 28:
         inputs = functional.avg_pool2d(inputs.view(1, 1, 28, 28), 28 // _SIDE).flatten()
     return inputs.squeeze(0) if inputs.dim() > 1 and inputs.shape[0] == 1 else inputs, target.squeeze()

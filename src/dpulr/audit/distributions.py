@@ -19,6 +19,7 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from dpulr.arguments import number
 from dpulr.audit.bounds import Array
 from dpulr.engine import PrivacyEngine
 from dpulr.mechanisms import Mechanism
@@ -250,13 +251,14 @@ def check_engine(
     mechanism: str | Mechanism = "hidden-direction", *, confidence: float = 0.999, seed: int | None = None, steps: int = 300
 ) -> Report:
     """All checks, on an engine with two layers that takes real steps. Without `seed`: the operating system's randomness."""
+    number("confidence", confidence, "between 0 and 1", lambda v: 0 < v < 1)
     torch_data = TensorDataset(torch.randn(400, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(400, dtype=torch.int64))
     made = iter(range(10**6))
 
     def make(threshold: int = 0) -> PrivacyEngine:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5))
-        number = next(made)
+        turn = next(made)
         return PrivacyEngine(
             model,
             torch.optim.SGD(model.parameters(), lr=0.01),
@@ -269,7 +271,7 @@ def check_engine(
             min_dataset_size=399 if threshold else None,
             steps=10**6,
             noise_multiplier=1.0,
-            insecure_noise_seed=None if seed is None else 1_000 * seed + number,
+            insecure_noise_seed=None if seed is None else 1_000 * seed + turn,
         )
 
     checks: list[Check] = []

@@ -77,6 +77,8 @@ def one_step(
     """
     whole("steps", steps)
     positive("noise_multiplier", noise_multiplier)
+    if trials is not None:
+        check(trials, delta, confidence)
     if dim is not None:
         whole("dim", dim)
     settings: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}

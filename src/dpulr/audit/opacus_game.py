@@ -34,6 +34,11 @@ class OpacusGame(Game):
         seed: int | None = None,
         rows: int = 100,
     ) -> None:
+        batches = round(1 / sample_rate) if 0 < sample_rate <= 1 else 0
+        if not batches or abs(batches * sample_rate - 1) > 1e-9:
+            raise ValueError(f"sample_rate is {sample_rate!r}; Opacus samples at 1 over a whole number (1, 0.5, 0.1, ...).")
+        size = max(1, rows // batches)
+        rows = size * batches  # Opacus takes its rate from the number of batches: it must divide the rows
         try:
             from opacus import PrivacyEngine
         except ImportError as problem:
@@ -52,7 +57,7 @@ class OpacusGame(Game):
             self.model, self.optimizer, self.loader = PrivacyEngine().make_private(
                 module=nn.Sequential(self.layer),
                 optimizer=torch.optim.SGD(self.layer.parameters(), lr=0.0),
-                data_loader=DataLoader(data, batch_size=max(1, round(sample_rate * rows))),
+                data_loader=DataLoader(data, batch_size=size),
                 noise_multiplier=noise_multiplier,
                 max_grad_norm=1.0,
                 poisson_sampling=True,

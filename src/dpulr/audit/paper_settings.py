@@ -52,7 +52,7 @@ class PaperSetting:
         return play(
             game,
             canary=self.canary,
-            trials=trials or self.trials,
+            trials=self.trials if trials is None else trials,
             delta=delta,
             confidence=confidence,
             settings=settings,

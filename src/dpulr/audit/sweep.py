@@ -20,7 +20,7 @@ from dpulr.audit.paper_settings import PAPER_SETTINGS
 from dpulr.audit.picture import draw
 from dpulr.audit.verdict import Verdict, down, up
 from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
-from dpulr.runs.files import replace_json
+from dpulr.runs.files import replace_file
 
 CONFIDENCE = 0.95
 RESULTS = Path("results/audit.json")
@@ -157,7 +157,7 @@ def run(results: Path = RESULTS, say: Callable[[str], None] = print) -> dict[str
         row["roc"], row["allowed"] = _short(row["roc"]), _short(row["allowed"])
         found[key] = row
         results.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(results, found)
+        replace_file(results, (json.dumps(found) + "\n").encode())
         say(f"{number + 1:3}/{len(every)}  {key}: {verdict}")
     return found
 
@@ -187,7 +187,6 @@ def write_page(results: Path = RESULTS, page: Path = PAGE, images: Path = IMAGES
     for name, key in pictures.items():
         row = {field: value for field, value in found[key].items() if field in fields}
         row["proof"] = tuple(row["proof"]) if row["proof"] else None
-        row["curve_bound"] = float("inf") if row["curve_bound"] is None else row["curve_bound"]
         draw(Verdict(**row), images / f"{name}.png")
     draw_sweep([row for row in found.values() if row["group"] == "certified"], images / "audit-sweep.png")
 
@@ -236,7 +235,7 @@ def _table(group: str, rows: list[dict[str, Any]]) -> str:
                 f"{row['measured'] / row['claimed_epsilon']:.0%}",
             ]
         else:
-            noise = "nothing fits" if row["curve_bound"] is None else f"{row['noise_factor']:.2f} of the claimed"
+            noise = f"{up(row['noise_factor'])} of the claimed"
             cells = [name, "-" if group == "bugs" else row["canary"], row["verdict"], noise]
         cells += [f"{row['trials']:,}", row["attack"]]
         lines.append(f"| {' | '.join(cells)} |")

@@ -26,8 +26,8 @@ class Verdict:
     lower_bound     epsilon at `delta` is at least this, whatever the mechanism does
     curve_bound     epsilon at `delta` of the claim with `noise_factor` times its noise, which is refuted: a lower bound if the
                     truth is the mechanism of the claim with some noise or other
-    broken          the claim is refuted, at `confidence`
-    proof           (delta, claimed epsilon, lower bound) of a refuted claim, where the gap is widest
+    proof           (delta, claimed epsilon, lower bound above it) of a refuted claim: at `delta`, or else where the gap is widest
+    broken          there is such a proof, at `confidence`
     trials          releases of each kind, with the canary and without; half of them choose the attack
     """
 
@@ -70,10 +70,10 @@ class Verdict:
             fit, trials = "", f"{self.trials:,} canaries in one run, each in or out by a coin"
         elif self.noise_factor is None:
             fit = "no claim of this kind is refuted"
-        elif self.curve_bound == math.inf:
-            fit = "infinite: no amount of noise explains this"
         else:
             fit = f"{down(self.curve_bound)} if only the noise is unknown (at most {self.noise_factor:.3g} times what is claimed)"
+            if self.noise_factor == 2.0 ** (LEAST / FINEST):
+                fit += "; less was not tried"
         lines = [
             f"{self.mechanism}, {self.game}, canary: {self.canary}, delta {self.delta:g}",
             f"claimed epsilon    {up(self.claimed_epsilon)}{' (nominal: not proved)' if self.nominal else ''}",
@@ -154,10 +154,12 @@ def judge(
     fpr, tpr = np.array([t.false_positive for t in results]), np.array([t.true_positive for t in results])
     direct = epsilon_from_rates(fpr, tpr, delta)
     found = largest_refuted(claim, fpr, tpr)
-    curve_bound = 0.0 if found is None else math.inf if found[0] == LEAST else scaled(claim, found[0]).epsilon(delta)
+    curve_bound = 0.0 if found is None else scaled(claim, found[0]).epsilon(delta)
     claimed = claim.epsilon(delta)
-    broken = bool((refuted(claim, fpr, tpr) > 0).any() or direct.max() > claimed)
-    proof = _proof(claim, fpr, tpr, delta) if broken else None
+    suspect = bool((refuted(claim, fpr, tpr) > 0).any() or direct.max() > claimed)
+    proof = _proof(claim, fpr, tpr, delta) if suspect else None
+    if proof is None:  # one direction of the curve alone is no epsilon: nothing above the claim is said without a proof
+        curve_bound = min(curve_bound, claimed)
     best = results[found[1] if found is not None and curve_bound >= direct.max() else int(direct.argmax())].attack
     return Verdict(
         mechanism=mechanism,
@@ -167,7 +169,7 @@ def judge(
         lower_bound=float(direct.max()),
         curve_bound=curve_bound,
         noise_factor=None if found is None else 2.0 ** (found[0] / FINEST),
-        broken=broken,
+        broken=proof is not None,
         proof=proof,
         confidence=confidence,
         trials=min(len(out), len(inside)),
@@ -182,15 +184,19 @@ def judge(
     )
 
 
-def _proof(claim: Claim, fpr: Array, tpr: Array, delta: float) -> tuple[float, float, float]:
-    """At `delta` if that suffices; else at the delta where the bound exceeds the claim most."""
+def _proof(claim: Claim, fpr: Array, tpr: Array, delta: float) -> tuple[float, float, float] | None:
+    """At `delta` if that suffices; else at the delta where the bound exceeds the claim most; None if it does so nowhere.
+
+    The limits on the rates hold together, so looking at many deltas costs nothing.
+    """
     rows = []
-    for point in [delta, *(d for d in _DELTAS if d > delta)]:
+    for point in [delta, *_DELTAS]:
         claimed, bound = claim.epsilon(point), float(epsilon_from_rates(fpr, tpr, point).max())
         if bound > claimed and point == delta:
             return delta, claimed, bound
         rows.append((bound - claimed, (point, claimed, bound)))
-    return max(rows)[1]
+    gap, proof = max(rows)
+    return proof if gap > 0 else None
 
 
 def _thresholds(out: Array, inside: Array, claim: Claim, delta: float, risk: float) -> tuple[float, float]:

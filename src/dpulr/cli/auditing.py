@@ -64,8 +64,12 @@ def audit(
     if game not in _GAMES:
         raise UsageError(f"--game is {game!r}; it must be one of {', '.join(_GAMES)}.")
     if game == "randomness":
+        if bug is not None or output is not None or set(options) - {"confidence", "seed"}:
+            raise UsageError("--game randomness takes --mechanism, --confidence, --seed and --json only.")
         _randomness(mechanism, options, as_json)
         return
+    if bug is not None and game != "one-step":
+        raise UsageError("--bug has a game of its own: leave out --game.")
     verdict = _bug(bug, options) if bug is not None else _play(mechanism, game, options)
     if output is not None:
         from dpulr.audit import draw
@@ -108,7 +112,7 @@ def _bug(bug: str, options: dict[str, Any]) -> Verdict:
 def _randomness(mechanism: str, options: dict[str, Any], as_json: bool) -> None:
     from dpulr.audit.distributions import check_engine
 
-    report = check_engine(mechanism, **{name: options[name] for name in ("confidence", "seed") if name in options})
+    report = check_engine(mechanism, **options)
     print(report.to_json() if as_json else report)
     if report.broken:
         raise typer.Exit(BROKEN)
