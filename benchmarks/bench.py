@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(cases()), default=None)
     parser.add_argument("--results", type=Path, default=Path("results/bench.json"))
     options = parser.parse_args()
-    rounds, least = (3, 0.15) if options.quick else (9, 0.5)
+    rounds, least = (3, 0.15) if options.quick else (7, 0.3)
     wanted = {peer for goal in goals() for peer in (goal.peer, goal.other)} if options.quick else None
     times = {}
     for name in options.cases or cases():
