@@ -65,3 +65,5 @@ def test_refused() -> None:
         dpulr.audit.one_run(canary="large")
     with pytest.raises(ValueError, match="steps is 0"):
         dpulr.audit.many_runs(steps=0)
+    with pytest.raises(ValueError, match="102,000 digits are needed"):
+        dpulr.audit.one_run(canary="mislabelled", canaries=100_000)

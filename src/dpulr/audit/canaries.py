@@ -25,6 +25,8 @@ def digits(count: int = 65) -> tuple[Tensor, Tensor]:
 
     train, _ = data.load("mnist")
     inputs, targets = train[:count]
+    if len(targets) < count:
+        raise ValueError(f"{count:,} digits are needed, and MNIST has {len(targets):,}. Take fewer canaries.")
     ink = (inputs.reshape(count, 1, 28, 28) * 0.3 + 0.1).clamp(0, 1)
     return functional.avg_pool2d(ink, 28 // _SIDE).flatten(1), targets
 
