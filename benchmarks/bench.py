@@ -112,7 +112,7 @@ def report_goals(times: dict[str, dict[str, float]]) -> tuple[str, int]:
 
 # --- memory, growth, start ------------------------------------------------------------------------------------------------
 MEMORY = """
-import sys, resource, torch
+import sys, torch
 sys.path.insert(0, "benchmarks")
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -125,11 +125,13 @@ if kind == "mlp":
 else:  # ten million parameters in one layer
     model = nn.Sequential(nn.Linear(3_200, 3_200), nn.GELU(), nn.Linear(3_200, 10))
     data = TensorDataset(torch.randn(2_000, 3_200), torch.randint(0, 10, (2_000,)))
+def peak():  # of this process alone; getrusage hands down the peak of the process that started it
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 step = {"plain": plain, "hidden": ours(dpulr.HiddenDirection())}[which](model, data, batch)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 for _ in range(5):
     step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, before * 1024)
+print(peak(), before)
 """
 
 
@@ -231,8 +233,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--cases", nargs="+", choices=list(cases()), default=None)
+    parser.add_argument("--memory", action="store_true", help="measure memory alone, into the results that are there")
     parser.add_argument("--results", type=Path, default=Path("results/bench.json"))
     options = parser.parse_args()
+    if options.memory:
+        results = json.loads(options.results.read_text()) | {"memory": memory()}
+        options.results.write_text(json.dumps(results, indent=1) + "\n")
+        return
     rounds, least = (3, 0.15) if options.quick else (7, 0.3)
     wanted = {peer for goal in goals() for peer in (goal.peer, goal.other)} if options.quick else None
     times = {}

@@ -44,6 +44,8 @@ def draw_growth(growth: dict[str, Any], picture: Path) -> None:
         axis.loglog(curve["values"], [1e3 * v for v in curve["hidden"]], "o-", color=COLORS[ONE], label="hidden-direction")
         axis.loglog(curve["values"], [1e3 * v for v in curve["plain"]], "s-", color=COLORS[PLAIN], label="plain SGD")
         axis.set_xlabel(name)
+        axis.set_xticks(curve["values"], [str(value) for value in curve["values"]], fontsize=8)
+        axis.minorticks_off()
         axis.set_title(f"grows like {name.split(',')[0]}^{curve['exponent']:.2f}", fontsize=9)
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("milliseconds a step")
