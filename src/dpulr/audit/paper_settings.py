@@ -80,7 +80,7 @@ PAPER_SETTINGS = (
     PaperSetting("auto", "large", 64, 3_000),
     PaperSetting("auto", "weak", 64, 3_000),
     PaperSetting("auto", "ordinary", 64, 3_000),
-    PaperSetting("extra-noise", "feature", 4, 20_000),
+    PaperSetting("extra-noise", "feature", 4, 100_000),
     PaperSetting("extra-noise", "large", 64, 3_000),
     PaperSetting("extra-noise", "weak", 16, 3_000, 2.0),
     PaperSetting("extra-noise", "ordinary", 16, 3_000),
