@@ -123,7 +123,7 @@ def markdown(seeds: int, file: Path) -> str:
     """What has been run, as tables."""
     lines = []
     for group, members in variants().items():
-        lines += [f"| {group} | accuracy (%) | learning rate | seconds |", "|---|---|---|---|"]
+        rows = []
         for label, variant in members.items():
             first = found(recipes(*variant, 0), file)
             if len(first) < len(RATES):
@@ -132,11 +132,12 @@ def markdown(seeds: int, file: Path) -> str:
             results = found([recipes(*variant, seed)[chosen] for seed in range(seeds)], file)
             mean, spread = mean_and_spread(results)
             rate = results[0]["recipe"]["learning_rate"]
-            lines.append(
+            rows.append(
                 f"| {label} | {100 * mean:.2f} ± {100 * spread:.2f} ({len(results)}) | {rate:g} | {first[chosen]['seconds']:.0f} |"
             )
-        lines.append("")
-    return "\n".join(lines)
+        if rows:
+            lines += [f"| {group} | accuracy (%) | learning rate | seconds |", "|---|---|---|---|", *rows, ""]
+    return "\n".join(lines) or "Not run yet."
 
 
 def main() -> None:

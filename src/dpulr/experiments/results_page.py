@@ -96,7 +96,8 @@ def main() -> None:
     for study in table.studies():
         file = chosen.results / f"{study}-table.json"
         parts[study] = table.markdown(study, SEEDS, file) + "\n\n" + verdict(study, file)
-        draw(study, file, chosen.page.parent / "images" / f"results-{study}.png")
+        if file.exists():
+            draw(study, file, chosen.page.parent / "images" / f"results-{study}.png")
     fill(chosen.page, parts)
     print(f"Filled {chosen.page}.")
 
