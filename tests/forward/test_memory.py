@@ -91,17 +91,17 @@ def test_large_batches_are_split_too() -> None:
 
 
 RESIDENT = """
-import resource, torch, dpulr
-from test_memory import MODELS, MB, peak
+from test_memory import MB, peak
+def highest():  # of this process alone: getrusage hands down the peak of the process that started it
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 peak({name!r}, 2 * MB)  # warm up: libraries, threads, allocator
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-make, shape, settings = MODELS[{name!r}]
+before = highest()
 peak({name!r}, {limit} * MB)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print((highest() - before) / 1024)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak on Linux only")
 @pytest.mark.parametrize("name", ["linear", "convolutions"])
 def test_resident_memory_agrees(name: str, request: pytest.FixtureRequest) -> None:
     """What the operating system sees, work space of the kernels included."""
@@ -109,4 +109,4 @@ def test_resident_memory_agrees(name: str, request: pytest.FixtureRequest) -> No
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program], cwd=request.path.parent, capture_output=True, text=True, check=True
     )
-    assert float(found.stdout) < 48
+    assert 1 < float(found.stdout) < 48
