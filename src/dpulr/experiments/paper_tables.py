@@ -73,7 +73,7 @@ def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **mo
     own = {"repeats": REPEATS, "sigma": SIGMAS[sigma0]} | more
     return [
         PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own),
-        PaperRun("dp-sgd", batch, sigma0, epochs, seed),
+        PaperRun("dp-sgd", batch, sigma0, epochs, seed, holdout=own.get("holdout", 0)),
     ]
 
 
