@@ -77,8 +77,8 @@ HIDDEN = Method(
 DPSGD = Method({math.inf: OpacusDPSGD()}, 1_000, {0.06: 0.01, 0.113: 0.015, 0.244: 0.03, 0.8: 0.1, 2.6: 0.3, 7.26: 0.4, 18.6: 0.5})
 
 CONVOLUTIONS = {  # ResNet-5: one direction a record and layer is what the machine affords
-    "hidden-direction": Method({math.inf: HiddenDirection(antithetic=False, last_layer="exact")}, 500, {3.0: 0.3, 8.0: 0.3}),
-    "dp-sgd": Method({math.inf: OpacusDPSGD(mode="hooks", physical_batch=32)}, 500, {3.0: 0.5, 8.0: 0.5}),
+    "hidden-direction": Method({math.inf: HiddenDirection(antithetic=False, last_layer="exact")}, 500, {3.0: 0.5, 8.0: 0.8}),
+    "dp-sgd": Method({math.inf: OpacusDPSGD(mode="hooks", physical_batch=32)}, 500, {3.0: 1.0, 8.0: 2.0}),
 }
 
 
