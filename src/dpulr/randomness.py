@@ -6,10 +6,12 @@ So batches, directions and noise on the CPU are drawn by numpy, seeded with 192 
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import weakref
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
@@ -80,8 +82,13 @@ class Directions:
 
     def sphere(self, *shape: int) -> Tensor:
         """Uniform on the unit sphere of the last axis."""
-        z = self.normal(*shape)
-        return z.div_(_lengths(z))
+        return self.spheres([shape])[0]
+
+    def spheres(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """One `sphere` for each shape, by one draw."""
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = [part.view(shape) for part, shape in zip(self.normal(sum(sizes)).split(sizes), shapes, strict=True)]
+        return [z.div_(_lengths(z)) for z in parts]
 
     def frames(self, blocks: int, records: int, size: int, dim: int) -> Tensor:
         """(blocks, records, size, dim): uniform orthonormal frames, by Gram-Schmidt done twice for accuracy."""

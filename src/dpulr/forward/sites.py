@@ -122,6 +122,8 @@ class Site:
         self.fan_in = max((numel(p.shape[1:]) for p in layer.parameters.values() if p.dim() > 1), default=1)
         self.scale = 1.0 if space == "output" else 1 / math.sqrt(self.fan_in)
         """Weights are perturbed by so much less that the output moves about as far as it does in output space."""
+        self.replay_bytes = 0
+        """What a pass from here to the loss allocates for one record."""
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, {self.space}, dim={self.dim})"
