@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpulr.layers.base import flat_norm
+from dpulr.layers.base import row_norm
 
 
 class RandomSource:
@@ -87,8 +87,8 @@ class Directions:
     def spheres(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """One `sphere` for each shape, by one draw."""
         sizes = [math.prod(shape) for shape in shapes]
-        parts = [part.view(shape) for part, shape in zip(self.normal(sum(sizes)).split(sizes), shapes, strict=True)]
-        return [z.div_(_lengths(z)) for z in parts]
+        parts = zip(torch.split(self.normal(sum(sizes)), sizes), shapes, strict=True)
+        return [_normalised(part.view(-1, shape[-1])).view(shape) for part, shape in parts]
 
     def frames(self, blocks: int, records: int, size: int, dim: int) -> Tensor:
         """(blocks, records, size, dim): uniform orthonormal frames, by Gram-Schmidt done twice for accuracy."""
@@ -97,17 +97,17 @@ class Directions:
             for _ in range(2):
                 for j in range(i):
                     z[i] -= (z[i] * z[j]).sum(-1, keepdim=True) * z[j]
-            z[i] /= _lengths(z[i])
+            _normalised(z[i].view(-1, dim))
         return z.movedim(0, 2)
 
 
-def _lengths(z: Tensor) -> Tensor:
-    """Lengths along the last axis, exact to the last digits also in millions of dimensions."""
-    return flat_norm(z.flatten(0, -2)).view(*z.shape[:-1], 1)
+def _normalised(rows: Tensor) -> Tensor:
+    """Rows brought to length 1 in place, exact to the last digits also in millions of dimensions."""
+    return rows.div_(row_norm(rows).unsqueeze(1))
 
 
 class GaussianNoise:
-    """Standard normal float64 noise for one flat buffer, drawn by another thread while the step computes.
+    """Standard normal float64 noise for one flat buffer, drawn by another thread while the step before computes.
 
     numpy's ziggurat in float64 has true tails: it can return values beyond 8, and does so with the right probability.
     """
@@ -134,4 +134,5 @@ class GaussianNoise:
         self.prepare()
         assert self._next is not None
         noise, self._next = self._next.result(), None
+        self.prepare()
         return torch.from_numpy(noise)

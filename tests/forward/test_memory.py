@@ -66,7 +66,7 @@ def test_a_step_with_1024_repeats_stays_below_the_limit(name: str, dtype: torch.
 
 @pytest.mark.parametrize("name", ["linear", "convolutions"])
 def test_a_wrong_chunking_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bound, "repeat_chunks", lambda self, sites, records, repeats, signs: iter([repeats]))
+    monkeypatch.setattr(Bound, "repeat_chunks", lambda self, needed, records, repeats: iter([repeats]))
     assert peak(name, 2 * MB) > 2 * MB
 
 

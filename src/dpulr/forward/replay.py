@@ -192,7 +192,9 @@ class TracedForward(Forward):
         with attributes_restored(model):
             self.graph = trace(model, inputs, [layer.module for layer in layers])
             self.nodes = layer_nodes(self.graph, layers)
-            self._suffixes = {(i,): suffix(model, self.graph, [node]) for i, node in enumerate(self.nodes)}
+            self._suffixes: dict[tuple[int, ...], Suffix] = {
+                (i,): suffix(model, self.graph, [node]) for i, node in enumerate(self.nodes)
+            }
             wanted = {node for part in self._suffixes.values() for node in part.operands} | set(self.nodes)
             self.keep = [node for node in self.graph.nodes if node in wanted]  # what several sites together need is among it
             self.program = clean_program(model, self.graph, self.keep, self.nodes)

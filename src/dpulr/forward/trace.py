@@ -216,7 +216,7 @@ class Tiling:
     def _extended(leaf: Any, clean: Any, rule: int | str | None, has: int, count: int) -> Any:
         if rule is None:
             return leaf
-        if rule == "multiply":
+        if not isinstance(rule, int):
             return clean * count
         return torch.cat([leaf] * (has > 0) + [clean] * (count - has), dim=rule)
 

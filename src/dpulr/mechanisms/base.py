@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -164,14 +164,14 @@ class Bound(ABC):
         for start in range(0, records, size):
             yield rows((inputs, targets), start, start + size)
 
-    def replays(self, sites: Sequence[Site], records: int, signs: int) -> int:
-        """How many repeats at all these sites fit into one pass: below the memory limit, and small enough to stay in the cache."""
+    def replays(self, bytes_per_record: int, records: int) -> int:
+        """How many replays that take so much fit into one pass: below the memory limit, and small enough to stay in the cache."""
         room = min(self.memory_limit - records * self.forward.bytes_per_row, _FAST)
-        return room // (signs * max(records, 1) * sum(self.row_bytes(site) for site in sites))
+        return room // (max(records, 1) * bytes_per_record)
 
-    def repeat_chunks(self, sites: Sequence[Site], records: int, repeats: int, signs: int) -> Iterator[int]:
+    def repeat_chunks(self, bytes_per_record: int, records: int, repeats: int) -> Iterator[int]:
         """Repeats in parts that fit into one pass."""
-        most = max(1, self.replays(sites, records, signs))
+        most = max(1, self.replays(bytes_per_record, records))
         while repeats > 0:
             part = min(most, repeats)
             yield part

@@ -92,7 +92,7 @@ class BoundGaussian(Bound):
         coordinates, sigma = self.coordinates[index], settings.sigma
         signs = 2 if settings.estimator == "antithetic" else 1
         signal = torch.zeros(clean.records, coordinates.dim, device=self.device, dtype=self.dtype)
-        for repeats in self.repeat_chunks([site], clean.records, settings.repeats, signs):
+        for repeats in self.repeat_chunks(signs * self.row_bytes(site), clean.records, settings.repeats):
             z = directions.normal(repeats, clean.records, coordinates.dim)
             delta = coordinates.perturbation(z, sigma)
             if settings.estimator == "antithetic":

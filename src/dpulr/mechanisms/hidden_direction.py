@@ -96,8 +96,16 @@ class BoundHiddenDirection(Bound):
         self.groups = self._groups()
         self.exact = len(self.groups) - 1 if settings.last_layer == "exact" else None
         self.dims = [sum(self.coordinates[i].dim for i in group) for group in self.groups]
-        self.largest = [max((forward.sites[i] for i in group), key=self.row_bytes) for group in self.groups]
+        self._bytes = [self.signs * settings.frames * max(self.row_bytes(forward.sites[i]) for i in group) for group in self.groups]
+        self.hidden = range(len(forward.sites) - (self.exact is not None))
+        """The sites that hide their directions."""
         self.weights: tuple[float, ...] = ()
+        self._bounds = torch.empty(0)
+        self._overlaps = torch.ones(self.size, device=self.device, dtype=self.dtype)
+        for g, group in enumerate(self.groups):
+            for i in group:
+                if i in self.hidden:
+                    self._parts(self._overlaps)[i].fill_(mean_overlap(self.dims[g]))
         for g, group in enumerate(self.groups):
             if settings.frames > self.dims[g] and g != self.exact:
                 raise ValueError(f"frames is {settings.frames}, but {self._label(group)} has only {self.dims[g]} dimensions.")
@@ -128,6 +136,8 @@ class BoundHiddenDirection(Bound):
     def use(self, noise_multiplier: float) -> None:
         super().use(noise_multiplier)
         self.weights = self.weights_at(noise_multiplier)
+        bounds = [[ROUNDING * weight] for group, weight in zip(self.groups, self.weights, strict=True) for _ in group]
+        self._bounds = torch.tensor(bounds[: len(self.hidden)], device=self.device, dtype=self.dtype)
 
     @property
     def noise_std(self) -> float:
@@ -146,11 +156,12 @@ class BoundHiddenDirection(Bound):
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
-        for group, weight, estimate in zip(self.groups, self.weights, self.estimates(clean, directions), strict=False):
+        gains = torch.stack([self.forward.sites[i].gains(clean.calls[i]) for i in self.hidden])
+        scales = (self._bounds / gains).nan_to_num_(0, 0, 0)
+        finite = math.isfinite((scales.sum() + gains.sum()).item())
+        for group, estimate in zip(self.groups, self.estimates(clean, directions), strict=False):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
-                gains = self.forward.sites[i].gains(clean.calls[i])
-                scale = torch.where(gains > 0, ROUNDING * weight / gains, 0)
-                self.coordinates[i].add(clean.calls[i], signal, scale, parts[i])
+                self.coordinates[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite)
         if self.exact is not None:
             site, call, signal = self.forward.sites[-1], clean.calls[-1], self.differences(clean, self.groups[-1][0])
             scale = (ROUNDING * self.weights[-1] / site.norms(call, signal)).clamp(max=1)
@@ -161,15 +172,12 @@ class BoundHiddenDirection(Bound):
 
         This only sets the scale of the learning rate; it costs nothing and leaks nothing.
         """
-        parts = self._parts(release)
-        for g, group in enumerate(self.groups):
-            if g != self.exact:
-                for i in group:
-                    parts[i] /= mean_overlap(self.dims[g])
-        super().gradients(release, into)
+        super().gradients(release / self._overlaps, into)
 
     def _shares(self, group: range, signal: Tensor) -> tuple[Tensor, ...]:
         """What each site of a group has of a vector."""
+        if len(group) == 1:
+            return (signal,)
         return torch.split(signal, [self.coordinates[i].dim for i in group], dim=-1)
 
     def estimates(self, clean: Clean, directions: Directions) -> Iterator[Tensor]:
@@ -177,8 +185,8 @@ class BoundHiddenDirection(Bound):
         frames, records = self.settings.frames, clean.records
         for groups in self._passes(records):
             sums: list[Tensor] = []
-            sites = [self.largest[g] for g in groups]
-            for blocks in self.repeat_chunks(sites, records, self.settings.repeats // frames, signs=self.signs * frames):
+            needed = sum(self._bytes[g] for g in groups)
+            for blocks in self.repeat_chunks(needed, records, self.settings.repeats // frames):
                 z = self.draw(directions, blocks, records, [self.dims[g] for g in groups])
                 b = self.bit(self.difference(clean, groups, z))
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
@@ -190,7 +198,7 @@ class BoundHiddenDirection(Bound):
         start, end = 0, len(self.groups) - (self.exact is not None)
         while start < end:
             stop = start + 1
-            while stop < end and self.replays(self.largest[start : stop + 1], records, self.signs * self.settings.frames):
+            while stop < end and self.replays(sum(self._bytes[start : stop + 1]), records):
                 stop += 1
             yield range(start, stop)
             start = stop
@@ -237,7 +245,7 @@ class BoundHiddenDirection(Bound):
         site, call, coordinates = self.forward.sites[index], clean.calls[index], self.coordinates[index]
         axes = torch.eye(coordinates.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
         slopes, start = [], 0
-        for count in self.repeat_chunks([site], clean.records, coordinates.dim, signs=2):
+        for count in self.repeat_chunks(2 * self.row_bytes(site), clean.records, coordinates.dim):
             step = coordinates.perturbation(axes[start : start + count].expand(-1, clean.records, -1), _EXACT_STEP)
             losses = self.forward.losses(clean, index, site.perturbed_pair(call, step))
             slopes.append((losses[:count] - losses[count:]) / (2 * _EXACT_STEP))

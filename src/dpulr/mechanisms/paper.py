@@ -167,7 +167,7 @@ class BoundPaper(Bound):
         """(records, dim): the mean over the repeats of z L(v + z) / sigma^2, z normal with standard deviation sigma."""
         site, call, sigma = self.forward.sites[index], clean.calls[index], control.sigma
         signal = torch.zeros(clean.records, site.dim, device=self.device, dtype=self.dtype)
-        for repeats in self.repeat_chunks([site], clean.records, control.repeats, signs=1):
+        for repeats in self.repeat_chunks(self.row_bytes(site), clean.records, control.repeats):
             z = directions.normal(repeats, clean.records, site.dim)
             losses = self.forward.losses(clean, index, site.perturbed(call, sigma * z))
             signal += torch.einsum("rb,rbd->bd", torch.where(torch.isfinite(losses), losses, 0), z)
@@ -232,8 +232,8 @@ class BoundPaper(Bound):
         """The Jacobians are those of the noisy inputs, so a record's gradient is a sum over repeats, like one over positions."""
         sites, controls = self.forward.sites, self.controls
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sites]
-        largest = max(sites, key=self.row_bytes)
-        for repeats in self.repeat_chunks([largest], clean.records, controls[0].repeats, signs=1):
+        largest = max(self.row_bytes(site) for site in sites)
+        for repeats in self.repeat_chunks(largest, clean.records, controls[0].repeats):
             z = [directions.normal(repeats, clean.records, site.dim) for site in sites]
             deltas = [control.sigma * draw for control, draw in zip(controls, z, strict=True)]
             with self._perturbing(deltas) as inputs:
