@@ -372,7 +372,7 @@ class Fixed(Directions):
         self.z = z
 
     def spheres(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        return [self.z.view(shape) if i == 0 else torch.ones(shape) for i, shape in enumerate(shapes)]
+        return [self.z.clone().view(shape) if i == 0 else torch.ones(shape) for i, shape in enumerate(shapes)]
 
 
 # --- directions -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
@@ -64,21 +64,55 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+class Ahead:
+    """Calls a drawing function in a thread of its own, so that the numbers are there when they are needed."""
+
+    def __init__(self, name: str, draw: Callable[[int], np.ndarray]) -> None:
+        self._name, self._draw = name, draw
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"dpulr-{self._name}")
+        self._next: Future[np.ndarray] | None = None
+
+    def start(self, size: int) -> None:
+        """Start drawing now; `take` will wait for it."""
+        if self._process != os.getpid():  # a fork takes over neither the thread nor what it has drawn
+            self._begin()
+        if self._next is None:
+            self._next = self._thread.submit(self._draw, size)
+
+    def take(self, size: int) -> np.ndarray:
+        """Fresh numbers: those that were started, if they are enough. None are ever returned twice."""
+        future, self._next = self._next, None
+        if future is not None and self._process == os.getpid():
+            numbers = future.result()
+            if len(numbers) >= size:
+                return numbers[:size]
+        return self._draw(size)
+
+
 class Directions:
     """Fresh secret directions. Nothing keeps them: they live as long as the caller's variable."""
 
     def __init__(self, rng: np.random.Generator, device: torch.device, dtype: torch.dtype) -> None:
-        self._rng = rng
         self.device, self.dtype = device, dtype
         self._torch: torch.Generator | None = None
         if device.type != "cpu":
             self._torch = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
+        self._rng, self._ahead = rng, Ahead("directions", lambda size: rng.standard_normal(size, dtype=np.float32))
+
+    def start(self, size: int) -> None:
+        """Start drawing what the next call of `normal` will ask for."""
+        if self._torch is None and size > 0:
+            self._ahead.start(size)
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal."""
         if self._torch is not None:
             return torch.randn(shape, generator=self._torch, device=self.device, dtype=self.dtype)
-        return torch.from_numpy(self._rng.standard_normal(shape, dtype=np.float32)).to(self.dtype)
+        return torch.from_numpy(self._ahead.take(math.prod(shape))).view(shape).to(self.dtype)
 
     def sphere(self, *shape: int) -> Tensor:
         """Uniform on the unit sphere of the last axis."""
@@ -107,32 +141,20 @@ def _normalised(rows: Tensor) -> Tensor:
 
 
 class GaussianNoise:
-    """Standard normal float64 noise for one flat buffer, drawn by another thread while the step before computes.
+    """Standard normal float64 noise for one flat buffer, drawn by another thread while the step computes.
 
     numpy's ziggurat in float64 has true tails: it can return values beyond 8, and does so with the right probability.
     """
 
     def __init__(self, size: int, rng: np.random.Generator) -> None:
         self.size = size
-        self._rng = rng
-        self._start()
-
-    def _start(self) -> None:
-        self._process = os.getpid()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dpulr-noise")
-        self._next: Future[np.ndarray] | None = None
+        self._rng, self._ahead = rng, Ahead("noise", rng.standard_normal)
 
     def prepare(self) -> None:
         """Start drawing now; `draw` will wait for it."""
-        if self._process != os.getpid():  # a fork takes over neither the thread nor what it has drawn
-            self._start()
-        if self._next is None:
-            self._next = self._thread.submit(self._rng.standard_normal, self.size)
+        self._ahead.start(self.size)
 
     def draw(self) -> Tensor:
         """A fresh float64 vector. No draw is ever returned twice."""
         self.prepare()
-        assert self._next is not None
-        noise, self._next = self._next.result(), None
-        self.prepare()
-        return torch.from_numpy(noise)
+        return torch.from_numpy(self._ahead.take(self.size))

@@ -34,7 +34,7 @@ class AffineRule(WeightLinearRule):
         if "weight" not in self.parameters:
             return torch.full(x.shape[:2], math.sqrt(x.shape[2]), dtype=x.dtype, device=x.device)
         lengths = _lengths(x)
-        return torch.hypot(lengths, lengths.new_tensor(math.sqrt(x.shape[2]))) if "bias" in self.parameters else lengths
+        return torch.hypot(lengths, lengths.new_full((), math.sqrt(x.shape[2]))) if "bias" in self.parameters else lengths
 
     def gains(self, call: Call) -> Tensor:
         lengths = self._lengths(self.features(call.input))
@@ -78,7 +78,8 @@ def _lengths(x: Tensor) -> Tensor:
     """
     rows = x.flatten(2)
     lengths = row_norm(rows)
-    if lengths.numel() and not _LEAST < lengths.min().item() <= lengths.max().item() < _MOST:
+    shortest, longest = torch.aminmax(lengths) if lengths.numel() else (_MOST, _LEAST)
+    if not (shortest > _LEAST and longest < _MOST):
         lengths = row_norm(rows.double()).to(x.dtype)
     return lengths
 

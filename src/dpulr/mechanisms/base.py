@@ -114,10 +114,15 @@ class Bound(ABC):
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         parts = self._parts(total)
         for chunk in self.record_chunks(inputs, targets):
+            directions.start(self.first_draw(_records(chunk[1])))
             clean = self.forward.surviving(*chunk)
             if clean is not None:
                 self.add(clean, directions, parts)
         return total
+
+    def first_draw(self, records: int) -> int:
+        """How many numbers `add` will draw first for so many records: they are drawn while the clean pass runs."""
+        return 0
 
     def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
         """What leaves a step: the noised sum over a public constant. `noise` is standard normal, in float64."""

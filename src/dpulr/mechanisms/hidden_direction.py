@@ -180,27 +180,30 @@ class BoundHiddenDirection(Bound):
             return (signal,)
         return torch.split(signal, [self.coordinates[i].dim for i in group], dim=-1)
 
+    def first_draw(self, records: int) -> int:
+        groups, repeats = next(self._passes(records), (range(0), [0]))
+        return 0 if self.settings.frames > 1 else repeats[0] * records * sum(self.dims[g] for g in groups)
+
     def estimates(self, clean: Clean, directions: Directions) -> Iterator[Tensor]:
         """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1."""
-        frames, records = self.settings.frames, clean.records
-        for groups in self._passes(records):
+        for groups, repeats in self._passes(clean.records):
             sums: list[Tensor] = []
-            needed = sum(self._bytes[g] for g in groups)
-            for blocks in self.repeat_chunks(needed, records, self.settings.repeats // frames):
-                z = self.draw(directions, blocks, records, [self.dims[g] for g in groups])
-                b = self.bit(self.difference(clean, groups, z))
+            for blocks in repeats:
+                z = self.draw(directions, blocks, clean.records, [self.dims[g] for g in groups])
+                b = self.bit(self.difference(clean, groups, z)).div_(self.settings.repeats)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
-            yield from (total.div_(self.settings.repeats) for total in sums)
+            yield from sums
 
-    def _passes(self, records: int) -> Iterator[range]:
-        """Hidden groups that share their passes: as many as there is room for, at least one."""
+    def _passes(self, records: int) -> Iterator[tuple[range, list[int]]]:
+        """Hidden groups that share their passes, as many as there is room for, and how many blocks of repeats each pass has."""
         start, end = 0, len(self.groups) - (self.exact is not None)
         while start < end:
             stop = start + 1
             while stop < end and self.replays(sum(self._bytes[start : stop + 1]), records):
                 stop += 1
-            yield range(start, stop)
+            blocks = self.settings.repeats // self.settings.frames
+            yield range(start, stop), list(self.repeat_chunks(sum(self._bytes[start:stop]), records, blocks))
             start = stop
 
     def difference(self, clean: Clean, groups: range, z: list[Tensor]) -> Tensor:
