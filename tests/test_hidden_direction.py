@@ -26,7 +26,7 @@ from dpulr.forward.prepare import prepare
 from dpulr.mechanisms.base import ROUNDING
 from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
 from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
-from dpulr.randomness import Directions, RandomSource
+from dpulr.randomness import Ahead, Directions, RandomSource
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 CPU = torch.device("cpu")
@@ -396,15 +396,16 @@ def test_frames_are_orthonormal_and_each_vector_uniform() -> None:
 
 
 def test_directions_do_not_outlive_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[weakref.ref[Tensor]] = []
-    original = Directions.normal
+    """Not the numbers drawn, and no view of them."""
+    drawn: list[weakref.ref[Any]] = []
+    original = Ahead.take
 
-    def watched(self: Directions, *shape: int) -> Tensor:
-        z = original(self, *shape)
-        drawn.append(weakref.ref(z))
-        return z
+    def watched(self: Ahead, size: int) -> np.ndarray:
+        numbers = original(self, size)
+        drawn.append(weakref.ref(numbers if numbers.base is None else numbers.base))  # tensors made of it hold it
+        return numbers
 
-    monkeypatch.setattr(Directions, "normal", watched)
+    monkeypatch.setattr(Ahead, "take", watched)
     model = mlp()
     engine = dpulr.PrivacyEngine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), data(), LOSS, batch_size=10, steps=2, noise_multiplier=1.0
