@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import NoReturn
 
 import numpy as np
@@ -65,32 +66,35 @@ if hasattr(os, "register_at_fork"):
 
 
 class Ahead:
-    """Calls a drawing function in a thread of its own, so that the numbers are there when they are needed."""
+    """Calls a drawing function in another thread, so that the numbers are there when they are needed."""
 
-    def __init__(self, name: str, draw: Callable[[int], np.ndarray]) -> None:
-        self._name, self._draw = name, draw
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"dpulr-{self._name}")
-        self._next: Future[np.ndarray] | None = None
+    def __init__(self, draw: Callable[[int], np.ndarray]) -> None:
+        self._draw = draw
+        self._next: tuple[int, Future[np.ndarray]] | None = None
 
     def start(self, size: int) -> None:
         """Start drawing now; `take` will wait for it."""
-        if self._process != os.getpid():  # a fork takes over neither the thread nor what it has drawn
-            self._begin()
-        if self._next is None:
-            self._next = self._thread.submit(self._draw, size)
+        process = os.getpid()
+        if self._next is None or self._next[0] != process:  # a fork takes over neither the thread nor what it has drawn
+            self._next = process, _worker(process).submit(self._draw, size)
 
     def take(self, size: int) -> np.ndarray:
         """Fresh numbers: those that were started, if they are enough. None are ever returned twice."""
-        future, self._next = self._next, None
-        if future is not None and self._process == os.getpid():
-            numbers = future.result()
+        started, self._next = self._next, None
+        if started is not None and started[0] == os.getpid():
+            numbers = started[1].result()
             if len(numbers) >= size:
                 return numbers[:size]
         return self._draw(size)
+
+
+@lru_cache(maxsize=1)
+def _worker(process: int) -> ThreadPoolExecutor:
+    """The one thread of a process that draws ahead."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dpulr-noise")
+
+
+_WORTH_A_THREAD = 2**13
 
 
 class Directions:
@@ -101,11 +105,11 @@ class Directions:
         self._torch: torch.Generator | None = None
         if device.type != "cpu":
             self._torch = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
-        self._rng, self._ahead = rng, Ahead("directions", lambda size: rng.standard_normal(size, dtype=np.float32))
+        self._rng, self._ahead = rng, Ahead(lambda size: rng.standard_normal(size, dtype=np.float32))
 
     def start(self, size: int) -> None:
         """Start drawing what the next call of `normal` will ask for."""
-        if self._torch is None and size > 0:
+        if self._torch is None and size >= _WORTH_A_THREAD:
             self._ahead.start(size)
 
     def normal(self, *shape: int) -> Tensor:
@@ -148,7 +152,7 @@ class GaussianNoise:
 
     def __init__(self, size: int, rng: np.random.Generator) -> None:
         self.size = size
-        self._rng, self._ahead = rng, Ahead("noise", rng.standard_normal)
+        self._rng, self._ahead = rng, Ahead(rng.standard_normal)
 
     def prepare(self) -> None:
         """Start drawing now; `draw` will wait for it."""

@@ -198,7 +198,7 @@ class BoundHiddenDirection(Bound):
     def _passes(self, records: int) -> Iterator[tuple[range, list[int]]]:
         """Hidden groups that share their passes, as many as there is room for, and how many blocks of repeats each pass has.
 
-        Each set of groups has a program of its own, so the number of records is rounded up: batches of about the same size share it.
+        Each set of groups has a program of its own: the number of records is rounded up, so that batches of about a size share it.
         """
         start, end = 0, len(self.groups) - (self.exact is not None)
         coarse = 2 ** max(0, records.bit_length() - 3)
