@@ -125,7 +125,7 @@ class Directions:
     def spheres(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """One `sphere` for each shape, by one draw."""
         sizes = [math.prod(shape) for shape in shapes]
-        parts = zip(torch.split(self.normal(sum(sizes)), sizes), shapes, strict=True)
+        parts = zip(self.normal(sum(sizes)).split_with_sizes(sizes), shapes, strict=True)
         return [_normalised(part.view(-1, shape[-1])).view(shape) for part, shape in parts]
 
     def frames(self, blocks: int, records: int, size: int, dim: int) -> Tensor:

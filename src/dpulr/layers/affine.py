@@ -78,9 +78,10 @@ def _lengths(x: Tensor) -> Tensor:
     """
     rows = x.flatten(2)
     lengths = row_norm(rows)
-    shortest, longest = torch.aminmax(lengths) if lengths.numel() else (_MOST, _LEAST)
-    if not (shortest > _LEAST and longest < _MOST):
-        lengths = row_norm(rows.double()).to(x.dtype)
+    if lengths.numel():
+        shortest, longest = torch.aminmax(lengths)
+        if not (shortest.item() > _LEAST and longest.item() < _MOST):
+            lengths = row_norm(rows.double()).to(x.dtype)
     return lengths
 
 

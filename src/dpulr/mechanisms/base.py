@@ -134,7 +134,7 @@ class Bound(ABC):
             coordinates.lift(part, views)
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
-        return list(torch.split(flat, [coordinates.size for coordinates in self.coordinates]))
+        return list(flat.split_with_sizes([coordinates.size for coordinates in self.coordinates]))
 
     # --- memory -------------------------------------------------------------------------------------------------------
     def _room(self, memory_limit: int | None) -> int:

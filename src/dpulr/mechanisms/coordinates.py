@@ -87,7 +87,7 @@ class Coordinates:
             into[name].copy_(view)
 
     def _views(self, part: Tensor) -> dict[str, Tensor]:
-        parts = torch.split(part, self._sizes)
+        parts = part.split_with_sizes(self._sizes)
         return {name: view.view(shape) for (name, shape), view in zip(self.shapes.items(), parts, strict=True)}
 
 

@@ -158,7 +158,7 @@ class BoundHiddenDirection(Bound):
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
         gains = torch.stack([self.forward.sites[i].gains(clean.calls[i]) for i in self.hidden])
         scales = (self._bounds / gains).nan_to_num_(0, 0, 0)
-        finite = math.isfinite((scales.sum() + gains.sum()).item())
+        finite = math.isfinite(gains.sum().item())
         for group, estimate in zip(self.groups, self.estimates(clean, directions), strict=False):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
                 self.coordinates[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite)
