@@ -107,7 +107,7 @@ def test_a_forked_process_draws_other_noise() -> None:
     source = RandomSource()
     noise, directions, batches = GaussianNoise(3, source.numpy("noise")), source.directions(CPU), source.numpy("batches")
     noise.prepare()
-    directions.start(2**14)
+    directions.plan([2**14])
 
     def draws() -> list[float]:
         return [*noise.draw().tolist(), *directions.normal(3).tolist(), *batches.standard_normal(3)]

@@ -105,18 +105,26 @@ class Directions:
         self._torch: torch.Generator | None = None
         if device.type != "cpu":
             self._torch = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
+        self._planned: list[int] = []
         self._rng, self._ahead = rng, Ahead(lambda size: rng.standard_normal(size, dtype=np.float32))
 
-    def start(self, size: int) -> None:
-        """Start drawing what the next call of `normal` will ask for."""
-        if self._torch is None and size >= _WORTH_A_THREAD:
+    def plan(self, sizes: Sequence[int]) -> None:
+        """What the next calls of `normal` will ask for: each is drawn ahead while what came before it is used."""
+        self._planned = list(reversed(sizes))
+        self._start_next()
+
+    def _start_next(self) -> None:
+        size = self._planned.pop() if self._planned and self._torch is None else 0
+        if size >= _WORTH_A_THREAD:
             self._ahead.start(size)
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal."""
         if self._torch is not None:
             return torch.randn(shape, generator=self._torch, device=self.device, dtype=self.dtype)
-        return torch.from_numpy(self._ahead.take(math.prod(shape))).view(shape).to(self.dtype)
+        numbers = self._ahead.take(math.prod(shape))
+        self._start_next()
+        return torch.from_numpy(numbers).view(shape).to(self.dtype)
 
     def sphere(self, *shape: int) -> Tensor:
         """Uniform on the unit sphere of the last axis."""

@@ -114,15 +114,15 @@ class Bound(ABC):
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         parts = self._parts(total)
         for chunk in self.record_chunks(inputs, targets):
-            directions.start(self.first_draw(_records(chunk[1])))
+            directions.plan(self.draws(_records(chunk[1])))
             clean = self.forward.surviving(*chunk)
             if clean is not None:
                 self.add(clean, directions, parts)
         return total
 
-    def first_draw(self, records: int) -> int:
-        """How many numbers `add` will draw first for so many records: they are drawn while the clean pass runs."""
-        return 0
+    def draws(self, records: int) -> list[int]:
+        """How many normal numbers `add` will draw for so many records, draw by draw: so that they can be drawn ahead."""
+        return []
 
     def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
         """What leaves a step: the noised sum over a public constant. `noise` is standard normal, in float64."""
@@ -155,8 +155,8 @@ class Bound(ABC):
         return self.forward.bytes_per_row + 2 * max(self.row_bytes(site) for site in self.forward.sites)
 
     def row_bytes(self, site: Site) -> int:
-        """Bytes that one record costs in one replay: what the pass allocates, its perturbation, the perturbed output."""
-        return site.replay_bytes + self.dtype.itemsize * (4 * site.dim + 3 * math.prod(site.output_shape))
+        """Bytes that one record costs in one replay: what the pass allocates, its perturbation, the next one, the output."""
+        return site.replay_bytes + self.dtype.itemsize * (5 * site.dim + 3 * math.prod(site.output_shape))
 
     def record_chunks(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
         """The batch in parts whose clean pass, and one pair of replays, stay below the memory limit."""

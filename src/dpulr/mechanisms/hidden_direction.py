@@ -180,9 +180,11 @@ class BoundHiddenDirection(Bound):
             return (signal,)
         return torch.split(signal, [self.coordinates[i].dim for i in group], dim=-1)
 
-    def first_draw(self, records: int) -> int:
-        groups, repeats = next(self._passes(records), (range(0), [0]))
-        return 0 if self.settings.frames > 1 else repeats[0] * records * sum(self.dims[g] for g in groups)
+    def draws(self, records: int) -> list[int]:
+        if self.settings.frames > 1:
+            return []
+        passes = self._passes(records)
+        return [part * records * sum(self.dims[g] for g in groups) for groups, repeats in passes for part in repeats]
 
     def estimates(self, clean: Clean, directions: Directions) -> Iterator[Tensor]:
         """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1."""

@@ -22,7 +22,7 @@ from dpulr.accounting.events import PaperRelease
 from dpulr.forward.replay import Clean, Forward, HookedForward, Move, TracedForward
 from dpulr.forward.sites import Space
 from dpulr.layers.base import flat_norm
-from dpulr.mechanisms.base import Bound, Guarantee, Mechanism, check_spaces
+from dpulr.mechanisms.base import Bound, Guarantee, Mechanism, check_spaces, weighted
 from dpulr.mechanisms.paper_covariance import Covariance, RowBlocks, blocks_of
 from dpulr.mechanisms.paper_schedule import Schedule, Setting
 from dpulr.randomness import Directions
@@ -151,8 +151,18 @@ class BoundPaper(Bound):
             if len(chunks) > 1:
                 clean = self.forward.surviving(*chunk)
             if clean is not None:
+                directions.plan(self.draws(clean.records))
                 self.add(clean, directions, parts)
         return total
+
+    def draws(self, records: int) -> list[int]:
+        if self.settings.simultaneous:
+            return []
+        return [
+            repeats * records * site.dim
+            for site, control in zip(self.forward.sites, self.controls, strict=True)
+            for repeats in self.repeat_chunks(self.row_bytes(site), records, control.repeats)
+        ]
 
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
         if self.settings.simultaneous:
@@ -170,7 +180,7 @@ class BoundPaper(Bound):
         for repeats in self.repeat_chunks(self.row_bytes(site), clean.records, control.repeats):
             z = directions.normal(repeats, clean.records, site.dim)
             losses = self.forward.losses(clean, index, site.perturbed(call, sigma * z))
-            signal += torch.einsum("rb,rbd->bd", torch.where(torch.isfinite(losses), losses, 0), z)
+            signal += weighted(torch.where(torch.isfinite(losses), losses, 0), z)
         return signal.div_(control.repeats * sigma)
 
     def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
