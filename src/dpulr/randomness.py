@@ -148,8 +148,14 @@ class Directions:
 
 
 def _normalised(rows: Tensor) -> Tensor:
-    """Rows brought to length 1 in place, exact to the last digits also in millions of dimensions."""
-    return rows.div_(row_norm(rows).unsqueeze(1))
+    """Rows brought to length 1 in place, exact to the last digits also in millions of dimensions.
+
+    A row of zeros stays one: in one dimension that happens once in some ten million draws, and must not become NaN.
+    """
+    return rows.div_(row_norm(rows).clamp_min_(_TINY).unsqueeze(1))
+
+
+_TINY = 1e-30
 
 
 class GaussianNoise:
