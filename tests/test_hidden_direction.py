@@ -9,6 +9,7 @@ import gc
 import math
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from dpulr.forward.prepare import prepare
 from dpulr.mechanisms.base import ROUNDING
 from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
 from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
-from dpulr.randomness import Directions, RandomSource
+from dpulr.randomness import Ahead, Directions, RandomSource
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 CPU = torch.device("cpu")
@@ -239,7 +240,7 @@ def test_a_broken_record_leaves_the_others_alone() -> None:
     directions = RandomSource(3).directions(CPU)
     with torch.inference_mode():
         clean = mechanism.forward.clean(x, y)
-        signal = mechanism.estimate(clean, 0, directions)
+        signal = next(mechanism.estimates(clean, directions))
     some = contribution(mechanism, broken, y, seed=3)
     weight = mechanism.weights[0]
     xh = torch.cat([x, torch.ones(4, 1)], 1)
@@ -322,7 +323,7 @@ def test_raising_is_no_second_draw() -> None:
     with torch.inference_mode():
         clean = mechanism.forward.surviving(x, y)
         assert clean is not None
-        signal = mechanism.estimate(clean, 0, RandomSource(11).directions(CPU))
+        signal = next(mechanism.estimates(clean, RandomSource(11).directions(CPU)))
     assert 0 < int((signal == 0).all(1).sum()) < records
     share = float((signal[:, 0].abs() > 0.3).float().mean())
     assert share < 0.242 + 4 * math.sqrt(0.242 * 0.758 / records)
@@ -347,7 +348,7 @@ def test_a_record_s_signal_depends_on_that_record_alone() -> None:
         directions = RandomSource(4).directions(CPU)
         with torch.inference_mode():
             clean = mechanism.forward.clean(batch, y)
-            signals.append([mechanism.estimate(clean, i, directions)[0] for i in range(5)])
+            signals.append([signal[0] for signal in mechanism.estimates(clean, directions)])
     for a, b in zip(*signals, strict=True):
         assert torch.equal(a, b)
 
@@ -359,8 +360,8 @@ def test_each_draw_keeps_its_own_bit() -> None:
     z = RandomSource(6).directions(CPU).sphere(4, 7, many.coordinates[0].dim)
     with torch.inference_mode():
         clean = many.forward.clean(x, y)
-        together = many.estimate(clean, 0, Fixed(z))
-        single = [one.estimate(clean, 0, Fixed(z[k : k + 1])) for k in range(4)]
+        together = next(many.estimates(clean, Fixed(z)))
+        single = [next(one.estimates(clean, Fixed(z[k : k + 1]))) for k in range(4)]
     assert torch.allclose(together, torch.stack(single).mean(0), atol=1e-6)
 
 
@@ -370,8 +371,8 @@ class Fixed(Directions):
     def __init__(self, z: Tensor) -> None:
         self.z = z
 
-    def sphere(self, *shape: int) -> Tensor:
-        return self.z.view(shape)
+    def spheres(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        return [self.z.clone().view(shape) if i == 0 else torch.ones(shape) for i, shape in enumerate(shapes)]
 
 
 # --- directions -----------------------------------------------------------------------------------------------------------
@@ -395,15 +396,16 @@ def test_frames_are_orthonormal_and_each_vector_uniform() -> None:
 
 
 def test_directions_do_not_outlive_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[weakref.ref[Tensor]] = []
-    original = Directions.normal
+    """Not the numbers drawn, and no view of them."""
+    drawn: list[weakref.ref[Any]] = []
+    original = Ahead.take
 
-    def watched(self: Directions, *shape: int) -> Tensor:
-        z = original(self, *shape)
-        drawn.append(weakref.ref(z))
-        return z
+    def watched(self: Ahead, size: int) -> np.ndarray:
+        numbers = original(self, size)
+        drawn.append(weakref.ref(numbers if numbers.base is None else numbers.base))  # tensors made of it hold it
+        return numbers
 
-    monkeypatch.setattr(Directions, "normal", watched)
+    monkeypatch.setattr(Ahead, "take", watched)
     model = mlp()
     engine = dpulr.PrivacyEngine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), data(), LOSS, batch_size=10, steps=2, noise_multiplier=1.0
@@ -511,7 +513,7 @@ def test_mean_signal_points_along_the_gradient() -> None:
     mechanism = bound(model, dpulr.HiddenDirection(subspace=None, radius=1e-3))
     x, y = (tensor[:1].repeat(draws, *[1] * (tensor.dim() - 1)) for tensor in data().tensors)
     with torch.inference_mode():
-        signal = mechanism.estimate(mechanism.forward.clean(x, y), 0, RandomSource(9).directions(CPU))
+        signal = next(mechanism.estimates(mechanism.forward.clean(x, y), RandomSource(9).directions(CPU)))
     hidden = model[0](x[:1]).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(LOSS(model[1:](hidden), y[:1]).sum(), hidden)
     wanted = mean_overlap(5) * gradient[0] / gradient.norm()

@@ -16,7 +16,7 @@ import torch
 from scipy.stats import kstest, poisson
 from scipy.stats import norm as normal
 
-from dpulr.randomness import Directions, GaussianNoise, RandomSource
+from dpulr.randomness import Ahead, Directions, GaussianNoise, RandomSource
 
 WORD = 2**64
 CPU = torch.device("cpu")
@@ -107,6 +107,7 @@ def test_a_forked_process_draws_other_noise() -> None:
     source = RandomSource()
     noise, directions, batches = GaussianNoise(3, source.numpy("noise")), source.directions(CPU), source.numpy("batches")
     noise.prepare()
+    directions.plan([2**14])
 
     def draws() -> list[float]:
         return [*noise.draw().tolist(), *directions.normal(3).tolist(), *batches.standard_normal(3)]
@@ -168,3 +169,11 @@ def test_directions(dtype: torch.dtype) -> None:
     frames = directions.frames(2, 3, 4, 6)
     eye = torch.eye(4, dtype=dtype).expand(2, 3, 4, 4)
     torch.testing.assert_close(frames @ frames.transpose(-1, -2), eye, atol=1e-5, rtol=0)
+
+
+def test_a_direction_of_zeros_is_not_nan() -> None:
+    """One number of 2^23 that numpy draws in float32 is zero. In one dimension it is the whole direction."""
+    directions = Directions(np.random.default_rng(0), CPU, torch.float32)
+    directions._ahead = Ahead(lambda size: np.zeros(size, dtype=np.float32))
+    assert not directions.sphere(2, 3, 1).any()
+    assert not directions.frames(2, 3, 1, 4).any()

@@ -113,6 +113,11 @@ class PrivacyEngine:
         self._directions = source.directions(device, self.bound.dtype)
         self._noise = GaussianNoise(self.bound.size, source.numpy("noise"))
         self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
+        self._gradient_of = {
+            parameter: views[name]
+            for site, views in zip(self.forward.sites, self._gradients, strict=True)
+            for name, parameter in site.parameters.items()
+        }
         self._current: Batch | None = None
         self._versions: list[int] = []
 
@@ -150,11 +155,11 @@ class PrivacyEngine:
             total = self.bound.total(inputs, targets, self._directions)
             noise = self._noise.draw().to(total.device)
             self.bound.gradients(self.bound.release(total, noise, self.expected_batch_size), self._gradients)
-        self.optimizer.zero_grad()  # whatever stood there did not come from this step
         for site, views in zip(self.forward.sites, self._gradients, strict=True):
             site.rule.leave_untrained(views)
-            for name, parameter in site.parameters.items():
-                parameter.grad = views[name]
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:  # whatever else stood there did not come from this step
+                parameter.grad = self._gradient_of.get(parameter)
         self.optimizer.step()
 
     def _begin(self) -> None:

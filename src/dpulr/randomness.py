@@ -6,18 +6,21 @@ So batches, directions and noise on the CPU are drawn by numpy, seeded with 192 
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import weakref
 import zlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpulr.layers.base import flat_norm
+from dpulr.layers.base import row_norm
 
 
 class RandomSource:
@@ -62,26 +65,76 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+class Ahead:
+    """Calls a drawing function in another thread, so that the numbers are there when they are needed."""
+
+    def __init__(self, draw: Callable[[int], np.ndarray]) -> None:
+        self._draw = draw
+        self._next: tuple[int, Future[np.ndarray]] | None = None
+
+    def start(self, size: int) -> None:
+        """Start drawing now; `take` will wait for it."""
+        process = os.getpid()
+        if self._next is None or self._next[0] != process:  # a fork takes over neither the thread nor what it has drawn
+            self._next = process, _worker(process).submit(self._draw, size)
+
+    def take(self, size: int) -> np.ndarray:
+        """Fresh numbers: those that were started, if they are enough. None are ever returned twice."""
+        started, self._next = self._next, None
+        if started is not None and started[0] == os.getpid():
+            numbers = started[1].result()
+            if len(numbers) >= size:
+                return numbers[:size]
+        return self._draw(size)
+
+
+@lru_cache(maxsize=1)
+def _worker(process: int) -> ThreadPoolExecutor:
+    """The one thread of a process that draws ahead."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dpulr-noise")
+
+
+_WORTH_A_THREAD = 2**13
+
+
 class Directions:
     """Fresh secret directions. Nothing keeps them: they live as long as the caller's variable."""
 
     def __init__(self, rng: np.random.Generator, device: torch.device, dtype: torch.dtype) -> None:
-        self._rng = rng
         self.device, self.dtype = device, dtype
         self._torch: torch.Generator | None = None
         if device.type != "cpu":
             self._torch = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
+        self._planned: list[int] = []
+        self._rng, self._ahead = rng, Ahead(lambda size: rng.standard_normal(size, dtype=np.float32))
+
+    def plan(self, sizes: Sequence[int]) -> None:
+        """What the next calls of `normal` will ask for: each is drawn ahead while what came before it is used."""
+        self._planned = list(reversed(sizes))
+        self._start_next()
+
+    def _start_next(self) -> None:
+        size = self._planned.pop() if self._planned and self._torch is None else 0
+        if size >= _WORTH_A_THREAD:
+            self._ahead.start(size)
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal."""
         if self._torch is not None:
             return torch.randn(shape, generator=self._torch, device=self.device, dtype=self.dtype)
-        return torch.from_numpy(self._rng.standard_normal(shape, dtype=np.float32)).to(self.dtype)
+        numbers = self._ahead.take(math.prod(shape))
+        self._start_next()
+        return torch.from_numpy(numbers).view(shape).to(self.dtype)
 
     def sphere(self, *shape: int) -> Tensor:
         """Uniform on the unit sphere of the last axis."""
-        z = self.normal(*shape)
-        return z.div_(_lengths(z))
+        return self.spheres([shape])[0]
+
+    def spheres(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """One `sphere` for each shape, by one draw."""
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = zip(self.normal(sum(sizes)).split_with_sizes(sizes), shapes, strict=True)
+        return [_normalised(part.view(-1, shape[-1])).view(shape) for part, shape in parts]
 
     def frames(self, blocks: int, records: int, size: int, dim: int) -> Tensor:
         """(blocks, records, size, dim): uniform orthonormal frames, by Gram-Schmidt done twice for accuracy."""
@@ -90,13 +143,19 @@ class Directions:
             for _ in range(2):
                 for j in range(i):
                     z[i] -= (z[i] * z[j]).sum(-1, keepdim=True) * z[j]
-            z[i] /= _lengths(z[i])
+            _normalised(z[i].view(-1, dim))
         return z.movedim(0, 2)
 
 
-def _lengths(z: Tensor) -> Tensor:
-    """Lengths along the last axis, exact to the last digits also in millions of dimensions."""
-    return flat_norm(z.flatten(0, -2)).view(*z.shape[:-1], 1)
+def _normalised(rows: Tensor) -> Tensor:
+    """Rows brought to length 1 in place, exact to the last digits also in millions of dimensions.
+
+    A row of zeros stays one: in one dimension that happens once in some ten million draws, and must not become NaN.
+    """
+    return rows.div_(row_norm(rows).clamp_min_(_TINY).unsqueeze(1))
+
+
+_TINY = 1e-30
 
 
 class GaussianNoise:
@@ -107,24 +166,13 @@ class GaussianNoise:
 
     def __init__(self, size: int, rng: np.random.Generator) -> None:
         self.size = size
-        self._rng = rng
-        self._start()
-
-    def _start(self) -> None:
-        self._process = os.getpid()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dpulr-noise")
-        self._next: Future[np.ndarray] | None = None
+        self._rng, self._ahead = rng, Ahead(rng.standard_normal)
 
     def prepare(self) -> None:
         """Start drawing now; `draw` will wait for it."""
-        if self._process != os.getpid():  # a fork takes over neither the thread nor what it has drawn
-            self._start()
-        if self._next is None:
-            self._next = self._thread.submit(self._rng.standard_normal, self.size)
+        self._ahead.start(self.size)
 
     def draw(self) -> Tensor:
         """A fresh float64 vector. No draw is ever returned twice."""
         self.prepare()
-        assert self._next is not None
-        noise, self._next = self._next.result(), None
-        return torch.from_numpy(noise)
+        return torch.from_numpy(self._ahead.take(self.size))

@@ -66,7 +66,7 @@ def test_a_step_with_1024_repeats_stays_below_the_limit(name: str, dtype: torch.
 
 @pytest.mark.parametrize("name", ["linear", "convolutions"])
 def test_a_wrong_chunking_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bound, "repeat_chunks", lambda self, site, records, repeats, signs: iter([repeats]))
+    monkeypatch.setattr(Bound, "repeat_chunks", lambda self, needed, records, repeats: iter([repeats]))
     assert peak(name, 2 * MB) > 2 * MB
 
 
@@ -88,6 +88,61 @@ def test_large_batches_are_split_too() -> None:
     with LiveBytes(list(model.parameters()), batch, engine._gradients) as live:
         engine.step(*batch)
     assert live.peak < 2 * MB
+
+
+@pytest.mark.parametrize("settings", [{}, {"repeats": 64}, {"antithetic": False}, {"blocks": 2}, {"subspace": None}], ids=str)
+@pytest.mark.parametrize("name", ["linear", "convolutions", "any module"])
+def test_passes_for_all_layers_at_once_stay_below_the_limit(name: str, settings: dict[str, Any]) -> None:
+    make, shape, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    data = TensorDataset(torch.rand(200, *shape[1:]), torch.zeros(200).long())
+    for limit in (2 * MB, 6 * MB):
+        engine = dpulr.PrivacyEngine(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            data,
+            LOSS,
+            mechanism=dpulr.HiddenDirection(**settings),
+            batch_size=200,
+            steps=1,
+            noise_multiplier=1.0,
+            memory_limit=limit,
+        )
+        batch = next(engine.batches())
+        with LiveBytes(list(model.parameters()), list(model.buffers()), batch, engine._gradients) as live:
+            engine.step(*batch)
+        assert live.peak < limit
+
+
+WIDE = """
+import torch, dpulr
+from torch import nn
+from torch.utils.data import TensorDataset
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(3_200, 3_200), nn.GELU(), nn.Linear(3_200, 10))  # ten million parameters in one layer
+def highest_after_a_step(mechanism, batch):
+    data = TensorDataset(torch.randn(batch, 3_200), torch.randint(0, 10, (batch,)))
+    engine = dpulr.PrivacyEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.CrossEntropyLoss(reduction="none"),
+                                 mechanism=mechanism, batch_size=batch, steps=1, noise_multiplier=1.0)
+    before = model[0].weight[0].clone()
+    for x, y in engine.batches():
+        engine.step(x, y)
+    assert bool(torch.isfinite(model[0].weight).all()) and not torch.equal(model[0].weight[0], before)
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+for mechanism in (dpulr.HiddenDirection(), dpulr.Gaussian(repeats=1)):
+    few = highest_after_a_step(mechanism, 20)
+    print(highest_after_a_step(mechanism, 200) - few)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak on Linux only")
+def test_a_layer_of_ten_million_parameters_has_no_gradient_a_record() -> None:
+    """A gradient for each of 180 more records would take 7,000 MB. Their activations, in all passes, take less than 100."""
+    found = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, check=True)
+    for growth in found.stdout.split():
+        assert float(growth) < 500
 
 
 RESIDENT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpulr
 from dpulr.forward.prepare import prepare
-from dpulr.forward.replay import Forward, HookedForward, LoneForward, TracedForward
+from dpulr.forward.replay import Forward, HookedForward, LoneForward, Move, TracedForward
 from dpulr.forward.synthetic import call_model
 
 CPU = torch.device("cpu")
@@ -56,6 +57,7 @@ TRACED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example]]] = {
     "numpy in a module": (zoo.BoxInside, flat),
     "recurrent": (zoo.Recurrent, flat),
     "attention": (zoo.Attention, flat),
+    "out of order": (zoo.OutOfOrder, flat),
     "two inputs": (zoo.TwoInputs, pair),
     "named inputs": (zoo.TwoInputs, named),
     "optional input": (zoo.TwoInputs, masked),
@@ -108,6 +110,37 @@ def test_losses_are_those_of_the_whole_model(name: str) -> None:
                 torch.testing.assert_close(found, literal(forward, batch, i, delta), rtol=1e-5, atol=1e-5)
             first = torch.zeros(1, 4, *forward.sites[0].output_shape)
             torch.testing.assert_close(clean.losses, literal(forward, batch, 0, first)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*TRACED, *WHOLE])
+def test_one_pass_for_many_sites_gives_the_losses_of_each_alone(name: str) -> None:
+    """All sites, every pair of them in either order, and every other one."""
+    make, example = (TRACED[name] if name in TRACED else WHOLE[name])[:2]
+    forward = built(make, example)
+    count = len(forward.sites)
+    choices = [tuple(range(count)), tuple(range(0, count, 2)), *itertools.permutations(range(count), 2)]
+    batch = example(4)
+    with torch.inference_mode():
+        clean = forward.clean(*batch)
+        moved = [clean.calls[i].output + torch.randn(3, 4, *site.output_shape) for i, site in enumerate(forward.sites)]
+        alone = [literal(forward, batch, i, rows - clean.calls[i].output) for i, rows in enumerate(moved)]
+        for sites in choices:
+            found = forward.all_losses(clean, [Move(i, moved[i].clone()) for i in sites])
+            torch.testing.assert_close(found, torch.stack([alone[i] for i in sites]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_record_that_raises_on_the_way_raises_alone() -> None:
+    """In a pass for all sites, one row of one site at which a black box raises gets NaN; all others keep their losses."""
+    model = nn.Sequential(nn.Linear(6, 5), zoo.Refuses(), nn.Linear(5, 3))
+    forward = built(lambda: model, flat)
+    batch = flat(4)
+    with torch.inference_mode():
+        clean = forward.clean(*batch)
+        moved = [call.output.repeat(2, 1, 1) for call in clean.calls]
+        moved[0][1, 2, 0] = 1e6
+        losses = forward.all_losses(clean, [Move(i, rows) for i, rows in enumerate(moved)])
+    assert torch.isnan(losses).nonzero().tolist() == [[0, 1, 2]]
+    torch.testing.assert_close(losses[1], clean.losses.repeat(2, 1))
 
 
 @pytest.mark.parametrize("name", TRACED)

@@ -218,3 +218,25 @@ class NeverCalled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x)
+
+
+class OutOfOrder(nn.Module):
+    """Layers are registered in another order than they run, side by side and one behind the other, with a clean operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.right, self.left, self.gate = nn.Linear(5, 3), nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.tanh(self.left(x)), self.right(x)
+        mixed = left * torch.sigmoid(self.gate(left)) + right.view(x.size(0), -1)
+        return self.last(mixed) + x[:, :3] + left[:, 1:4]
+
+
+class Refuses(nn.Module):
+    """A black box that raises for large values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x.numpy() > 1e5).any():
+            raise KeyError("patient 17")
+        return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -289,3 +290,35 @@ def test_norms_of_millions_of_numbers_keep_their_digits() -> None:
     """Bounds have a margin of 1e-5; float32 sums of 10^7 squares, one by one, err by 7e-5."""
     long = torch.rand(1, 10_000_000, generator=torch.Generator().manual_seed(0)) + 0.5
     assert flat_norm(long).item() == pytest.approx(long.double().square().sum().sqrt().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(4, 3),
+        nn.Linear(4, 3, bias=False),
+        nn.Conv1d(4, 3, 1),
+        nn.Conv1d(4, 2, 1, groups=2),
+        nn.LayerNorm(4),
+        nn.GroupNorm(2, 4),
+    ],
+    ids=str,
+)
+def test_gains_show_a_record_that_is_not_finite(layer: nn.Module, bad: float) -> None:
+    """Mechanisms rely on it: a record with a finite gain is multiplied without another look."""
+    x = torch.randn(3, 4, 5) if isinstance(layer, nn.Conv1d | nn.GroupNorm) else torch.randn(3, 4)
+    x[1].view(-1)[-1] = bad
+    with torch.no_grad():
+        output = layer(x)
+    gains = rule_for(layer, dict(layer.named_parameters())).gains(Call((x,), {}, output))
+    assert torch.isfinite(gains).tolist() == [True, False, True]
+
+
+def test_gains_of_tiny_and_huge_records_are_right() -> None:
+    """Where the squares leave the range of float32."""
+    layer = nn.Linear(4, 3, bias=False)
+    for size in (1e-30, 1e-22, 1e-10, 1.0, 1e16, 1e30):
+        x = torch.full((2, 4), size)
+        gains = rule_for(layer, dict(layer.named_parameters())).gains(Call((x,), {}, torch.zeros(2, 3)))
+        assert gains.tolist() == pytest.approx([2 * size] * 2, rel=1e-6)

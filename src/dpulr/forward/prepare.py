@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,23 +114,27 @@ def _with_plain_outputs(
 def _finish(forward: Forward, probes: list[tuple[Any, Any]], space: Space) -> None:
     """Fill in what two probing passes show: which arguments carry records, the sites' shapes, the memory of a row."""
     with torch.inference_mode():
-        counted = []
-        cleans = []
-        for inputs, targets in probes:
-            with _Allocations() as allocations:
-                cleans.append(forward.clean(inputs, targets))
-            counted.append(allocations.bytes)
-        small, large = cleans
+        (small, first), (large, second) = [_allocated(partial(forward.clean, *probe)) for probe in probes]
+        forward.bytes_per_row = max(second - first, 1)
         if isinstance(forward, TracedForward):
             forward.learn(small, large)
-        for layer, a, b in zip(forward.layers, small.calls, large.calls, strict=True):
+        for i, (layer, a, b) in enumerate(zip(forward.layers, small.calls, large.calls, strict=True)):
             _refuse_half(layer, a)
             forward.per_record.append(_carries_records(layer, a, b))
             site = Site(layer, a.output.shape[1:], space)
             if site.space == "weight":
                 _check_weights(site, Call(a.args, a.kwargs, a.output, forward.per_record[-1]))
+            first, second = [
+                _allocated(partial(forward.losses, clean, i, clean.calls[i].output.unsqueeze(0)))[1] for clean in (small, large)
+            ]
+            site.replay_bytes = max(second - first, 1)
             forward.sites.append(site)
-        forward.bytes_per_row = max(counted[1] - counted[0], 1)
+
+
+def _allocated(run: Callable[[], Any]) -> tuple[Any, int]:
+    with _Allocations() as allocations:
+        result = run()
+    return result, allocations.bytes
 
 
 def _check_weights(site: Site, call: Call) -> None:

@@ -1,6 +1,6 @@
-"""Losses under noise at one site: the clean pass once, then only what lies downstream of the site.
+"""Losses under noise at sites: the clean pass once, then only what lies downstream, all sites in one pass.
 
-A model that can't be taken apart (torch.fx) is run as a whole with a hook at the site: the same losses, slower.
+A model that can't be taken apart (torch.fx) is run as a whole, once a site with a hook at it: the same losses, slower.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,6 +20,7 @@ from dpulr.forward.checks import LossFunction
 from dpulr.forward.sites import Layer, Site
 from dpulr.forward.synthetic import call_model, call_on_copy, choose, count, join, rows, tile
 from dpulr.forward.trace import (
+    Operand,
     Suffix,
     Tiling,
     Untraceable,
@@ -32,8 +33,21 @@ from dpulr.forward.trace import (
 )
 from dpulr.layers import Call
 
-Moves = Sequence[tuple[int, Tensor]]
+Deltas = Sequence[tuple[int, Tensor]]
 """Sites and their perturbations (repeats, records, dim)."""
+
+
+class Move(NamedTuple):
+    """A site whose output is to be `perturbed` (repeats, records, *out), and sites behind it that are moved in the same pass."""
+
+    site: int
+    perturbed: Tensor
+    also: Deltas = ()
+
+    def one(self, repeat: int, record: int) -> Move:
+        """The same for one row."""
+        row = slice(repeat, repeat + 1), slice(record, record + 1)
+        return Move(self.site, self.perturbed[row], [(site, delta[row]) for site, delta in self.also])
 
 
 @dataclass
@@ -46,16 +60,16 @@ class Clean:
     calls: list[Call]
     output: Any
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    _tiled: dict[tuple[Any, int], Any] = field(default_factory=dict)
+    _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     @property
     def records(self) -> int:
         return self.losses.shape[0]
 
-    def tiled(self, key: Any, value: Any, repeats: int, how: Any = tile) -> Any:
-        """`value` repeated, kept for the other sites of this step."""
+    def tiled(self, key: str, value: Any, repeats: int) -> Any:
+        """`value` repeated, kept for the other passes of this step."""
         if (key, repeats) not in self._tiled:
-            self._tiled[key, repeats] = how(value, repeats)
+            self._tiled[key, repeats] = tile(value, repeats)
         return self._tiled[key, repeats]
 
 
@@ -89,43 +103,39 @@ class Forward(ABC):
     def clean(self, inputs: Any, targets: Any) -> Clean:
         """One pass without noise."""
 
-    @abstractmethod
-    def output(self, clean: Clean, site: int, rows: Tensor, repeats: int) -> Any:
-        """The model's output when the site's output is `rows` (repeats * records, *out)."""
+    def losses(self, clean: Clean, site: int, perturbed: Tensor) -> Tensor:
+        """(repeats, records) losses when the site's output is `perturbed` (repeats, records, *out)."""
+        return self.all_losses(clean, [Move(site, perturbed)])[0]
 
-    def losses(self, clean: Clean, site: int, perturbed: Tensor, also: Moves = ()) -> Tensor:
-        """(repeats, records) losses when the site's output is `perturbed` (repeats, records, *out). Non-finite ones stay so.
+    def all_losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
+        """(moves, repeats, records) losses, one move at a time; all have as many repeats. Non-finite ones stay so.
 
-        `also` moves sites behind it in the same pass. A record whose pass raises gets NaN there, with the perturbation it has: an
-        error must not show which record it was, and a second draw would be a choice.
+        A record whose pass raises gets NaN there, with the perturbation it has: an error must not show which record it was, and a
+        second draw would be a choice.
         """
         try:
-            return self._losses(clean, site, perturbed, also)
+            return self._losses(clean, moves)
         except Exception:  # whatever a black box may raise
             if self.probe is None:
                 raise
-            self.check_alive(site)
-        losses = torch.full(perturbed.shape[:2], math.nan, dtype=clean.losses.dtype, device=clean.losses.device)
+            self.check_alive([move.site for move in moves])
+        repeats = moves[0].perturbed.shape[0]
+        losses = torch.full((len(moves), repeats, clean.records), math.nan, dtype=clean.losses.dtype, device=clean.losses.device)
         for i in range(clean.records):
             with suppress(Exception):
                 alone = self.clean(*rows((clean.inputs, clean.targets), i, i + 1))
-                for r in range(len(perturbed)):
-                    with suppress(Exception):
-                        one = slice(r, r + 1), slice(i, i + 1)
-                        losses[r, i] = self._losses(alone, site, perturbed[one], [(j, delta[one]) for j, delta in also])[0, 0]
+                for m, move in enumerate(moves):
+                    for r in range(repeats):
+                        with suppress(Exception):
+                            losses[m, r, i] = self._losses(alone, [move.one(r, i)]).squeeze()
         return losses
 
-    def _losses(self, clean: Clean, site: int, perturbed: Tensor, also: Moves = ()) -> Tensor:
-        repeats, records = perturbed.shape[:2]
-        if records == 0:
-            return clean.losses.new_zeros(repeats, 0)
-        with self._moved(also):
-            output = self.output(clean, site, perturbed.flatten(0, 1), repeats)
-        targets = clean.tiled("targets", clean.targets, repeats)
-        return self.loss_fn(output, targets).view(repeats, records)
+    @abstractmethod
+    def _losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
+        """`all_losses`, where nothing raises."""
 
     @contextmanager
-    def _moved(self, moves: Moves) -> Iterator[None]:
+    def _moved(self, moves: Deltas) -> Iterator[None]:
         """While it lasts, these sites add their perturbation to whatever they put out."""
         waiting = {site for site, _ in moves}
         busy: set[int] = set()
@@ -155,7 +165,7 @@ class Forward(ABC):
         try:
             return self.clean(inputs, targets)
         except Exception:  # as above
-            self.check_alive(0)
+            self.check_alive([0])
         kept = []
         for i in range(count(targets)):
             with suppress(Exception):
@@ -165,31 +175,36 @@ class Forward(ABC):
             return self.clean(*choose((inputs, targets), torch.tensor(kept))) if kept else None
         return None
 
-    def check_alive(self, site: int) -> None:
+    def check_alive(self, sites: Sequence[int]) -> None:
         """A black box that is down raises on made-up inputs too. That says nothing about a record, so that error may be seen."""
         assert self.probe is not None
         clean = self.clean(*self.probe)
-        self._losses(clean, site, clean.calls[site].output.unsqueeze(0))
+        self._losses(clean, [Move(site, clean.calls[site].output.unsqueeze(0)) for site in sites])
 
 
 class TracedForward(Forward):
-    """Replays only the nodes downstream of a site."""
+    """Replays only the nodes downstream of the sites, the rows of all sites in one pass."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, layers: list[Layer], inputs: Any) -> None:
         super().__init__(model, loss_fn, layers)
         if any(layer.module is model for layer in layers):
             raise Untraceable("the model itself holds the parameters")
         with attributes_restored(model):
-            self._take_apart(model, trace(model, inputs, [layer.module for layer in layers]), layers)
+            self.graph = trace(model, inputs, [layer.module for layer in layers])
+            self.nodes = layer_nodes(self.graph, layers)
+            self._suffixes: dict[tuple[int, ...], Suffix] = {
+                (i,): suffix(model, self.graph, [node]) for i, node in enumerate(self.nodes)
+            }
+            wanted = {node for part in self._suffixes.values() for node in part.operands} | set(self.nodes)
+            self.keep = [node for node in self.graph.nodes if node in wanted]  # what several sites together need is among it
+            self.program = clean_program(model, self.graph, self.keep, self.nodes)
         self.tilings: dict[fx.Node, Tiling] = {}
 
-    def _take_apart(self, model: nn.Module, graph: fx.Graph, layers: list[Layer]) -> None:
-        self.nodes = layer_nodes(graph, layers)
-        self.suffixes: list[Suffix] = [suffix(model, graph, node) for node in self.nodes]
-        wanted = {node for part in self.suffixes for node in part.operands}
-        wanted |= {parent for node in self.nodes for parent in node.all_input_nodes} | set(self.nodes)
-        self.keep = [node for node in graph.nodes if node in wanted]
-        self.program = clean_program(model, graph, self.keep)
+    def suffix(self, sites: tuple[int, ...]) -> Suffix:
+        """What lies downstream of these sites."""
+        if sites not in self._suffixes:
+            self._suffixes[sites] = suffix(self.program, self.graph, [self.nodes[i] for i in sites])
+        return self._suffixes[sites]
 
     def learn(self, small: Clean, large: Clean) -> None:
         """How clean values grow with the batch, from two clean passes of different size."""
@@ -197,19 +212,23 @@ class TracedForward(Forward):
         self.tilings = {node: Tiling(small.values[node], large.values[node], sizes) for node in self.keep}
 
     def clean(self, inputs: Any, targets: Any) -> Clean:
-        output, kept = call_model(self.program, inputs)
-        values = dict(zip(self.keep, kept, strict=True))
-        calls = []
-        for i, node in enumerate(self.nodes):
-            args = fx.node.map_arg(node.args, values.__getitem__)
-            kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
-            calls.append(Call(args, kwargs, values[node], *self.per_record[i : i + 1]))
-        return Clean(inputs, targets, self.loss_fn(output, targets), calls, output, values)
+        output, kept, found = call_model(self.program, inputs)
+        calls = [Call(*call, *self.per_record[i : i + 1]) for i, call in enumerate(found)]
+        return Clean(inputs, targets, self.loss_fn(output, targets), calls, output, dict(zip(self.keep, kept, strict=True)))
 
-    def output(self, clean: Clean, site: int, rows: Tensor, repeats: int) -> Any:
-        part = self.suffixes[site]
-        operands = [clean.tiled(node, clean.values[node], repeats, self.tilings[node]) for node in part.operands]
-        return part.program(rows, *operands)
+    def _losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
+        repeats, records = moves[0].perturbed.shape[:2]
+        if records == 0:
+            return clean.losses.new_zeros(len(moves), repeats, 0)
+        if len(moves) > 1 and any(move.also for move in moves):
+            return torch.cat([self._losses(clean, [move]) for move in moves])
+        part = self.suffix(tuple(move.site for move in moves))
+        operands = [Operand(clean.values[node], self.tilings[node]) for node in part.operands]
+        with self._moved(moves[0].also):
+            output = part.program(repeats, *[move.perturbed.flatten(0, 1) for move in moves], *operands)
+        targets = clean.tiled("targets", clean.targets, len(moves) * repeats)
+        losses = self.loss_fn(output, targets).view(len(moves), repeats, records)
+        return losses if part.in_order else losses[part.places]
 
 
 class HookedForward(Forward):
@@ -231,8 +250,17 @@ class HookedForward(Forward):
             refuse_calls(layer, len(calls))
         return Clean(inputs, targets, self.loss_fn(output, targets), [calls[0] for calls in seen], output)
 
-    def output(self, clean: Clean, site: int, rows: Tensor, repeats: int) -> Any:
-        return self._replaced(site, rows, clean.tiled("inputs", clean.inputs, repeats))
+    def _losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
+        return torch.stack([self._one(clean, move) for move in moves])
+
+    def _one(self, clean: Clean, move: Move) -> Tensor:
+        """(repeats, records)."""
+        repeats, records = move.perturbed.shape[:2]
+        if records == 0:
+            return clean.losses.new_zeros(repeats, 0)
+        with self._moved(move.also):
+            output = self._replaced(move.site, move.perturbed.flatten(0, 1), clean.tiled("inputs", clean.inputs, repeats))
+        return self.loss_fn(output, clean.tiled("targets", clean.targets, repeats)).view(repeats, records)
 
     def _replaced(self, site: int, rows: Tensor, inputs: Any) -> Any:
         if self.layers[site].module is self.model:
@@ -258,16 +286,17 @@ class LoneForward(HookedForward):
         ]
         return Clean(inputs, targets, torch.cat([part.losses for part in parts]), calls, join([part.output for part in parts]))
 
-    def _losses(self, clean: Clean, site: int, perturbed: Tensor, also: Moves = ()) -> Tensor:
-        records = perturbed.shape[1]
+    def _one(self, clean: Clean, move: Move) -> Tensor:
+        repeats, records = move.perturbed.shape[:2]
         batch = [rows((clean.inputs, clean.targets), i, i + 1) for i in range(records)]
         losses = []
-        for j, row in enumerate(perturbed.flatten(0, 1)):
-            inputs, targets = batch[j % records]
-            with self._moved([(other, delta.flatten(0, 1)[j].view(1, 1, -1)) for other, delta in also]):
-                output = self._replaced(site, row.unsqueeze(0), inputs)
-            losses.append(self.loss_fn(output, targets))
-        return torch.cat(losses).view(perturbed.shape[:2]) if losses else clean.losses.new_zeros(perturbed.shape[:2])
+        for r in range(repeats):
+            for i, (inputs, targets) in enumerate(batch):
+                one = move.one(r, i)
+                with self._moved(one.also):
+                    output = self._replaced(one.site, one.perturbed[0], inputs)
+                losses.append(self.loss_fn(output, targets))
+        return torch.cat(losses).view(repeats, records) if losses else clean.losses.new_zeros(repeats, records)
 
 
 _FEW_CLASSES = 64

@@ -122,6 +122,8 @@ class Site:
         self.fan_in = max((numel(p.shape[1:]) for p in layer.parameters.values() if p.dim() > 1), default=1)
         self.scale = 1.0 if space == "output" else 1 / math.sqrt(self.fan_in)
         """Weights are perturbed by so much less that the output moves about as far as it does in output space."""
+        self.replay_bytes = 0
+        """What a pass from here to the loss allocates for one record."""
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, {self.space}, dim={self.dim})"
@@ -158,12 +160,18 @@ class Site:
             return call.output.new_ones(call.records)
         return self.rule.gains(call)
 
-    def add_gradient(self, call: Call, signal: Tensor, scale: Tensor, into: dict[str, Tensor]) -> None:
-        """Output space: add sum_i scale_i * gradient_i. A record whose scale, signal or input is not finite adds nothing."""
-        scaled, factor = signal * scale.unsqueeze(1), self.rule.factor(call)
-        if not bool(torch.isfinite(scaled.sum() + factor.sum())):
-            bad = ~(torch.isfinite(scaled).all(1) & torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1))
-            call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
+    def add_gradient(self, call: Call, signal: Tensor, scale: Tensor, into: dict[str, Tensor], *, finite: bool = False) -> None:
+        """Output space: add sum_i scale_i * gradient_i. A record whose scale, signal or input is not finite adds nothing.
+
+        `finite` says that there is none: that saves reading the input once more.
+        """
+        scaled = signal * scale.unsqueeze(1)
+        if not finite:
+            factor = self.rule.factor(call)
+            if not math.isfinite((scaled.sum() + factor.sum()).item()):
+                good = torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1)
+                bad = ~(good & torch.isfinite(scaled).all(1))
+                call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
         self.rule.add_gradient(call, self._shaped(scaled), into)
 
     def add_weight_signal(self, signal: Tensor, scale: Tensor, into: Tensor) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -92,48 +93,76 @@ def _later(place: dict[fx.Node, int], here: int, user: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Suffix:
-    """What lies downstream of a site: a program of the site's output and of clean values (`operands`) that join it later."""
+    """What lies downstream of some sites, as one program for all of them.
+
+    The rows of all sites travel together: at a site's node its block of rows joins those of the sites before it. Arguments of the
+    program: how many copies of the batch a block has, a block a site, the `operands` (clean values, as `Operand`). The rows of
+    its output are sorted by block; `places` says where the block of each site is.
+    """
 
     program: fx.GraphModule
+    places: list[int]
     operands: tuple[fx.Node, ...]
 
+    @property
+    def in_order(self) -> bool:
+        return self.places == sorted(self.places)
 
-def clean_program(model: nn.Module, graph: fx.Graph, keep: list[fx.Node]) -> fx.GraphModule:
-    """The whole graph, with the values of `keep` beside its output."""
+
+def clean_program(model: nn.Module, graph: fx.Graph, keep: list[fx.Node], sites: list[fx.Node]) -> fx.GraphModule:
+    """The whole graph, with the values of `keep` and the calls of `sites` beside its output."""
     new = fx.Graph()
     table: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "output":
-            new.output((new_arg(node.args[0], table), tuple(table[n] for n in keep)))
+            calls = tuple((new_arg(n.args, table), new_arg(n.kwargs, table), table[n]) for n in sites)
+            new.output((new_arg(node.args[0], table), tuple(table[n] for n in keep), calls))
         else:
             table[node] = new.node_copy(node, table.__getitem__)
     return fx.GraphModule(model, new)
 
 
-def suffix(model: nn.Module, graph: fx.Graph, site: fx.Node) -> Suffix:
-    """The program from the output of `site` to the output of the model."""
-    downstream = {site}
-    for node in graph.nodes:
-        if any(parent in downstream for parent in node.all_input_nodes):
-            downstream.add(node)
+def suffix(model: nn.Module, graph: fx.Graph, sites: Sequence[fx.Node]) -> Suffix:
+    """The program from the outputs of `sites` to the output of the model."""
+    places = [0] * len(sites)
     new = fx.Graph()
-    table = {site: new.placeholder("site_output")}
-    inside = [node for node in graph.nodes if node in downstream and node is not site]
-    operands: list[fx.Node] = []
-    for node in inside:
-        for parent in node.all_input_nodes:
-            if parent not in downstream and parent not in table:
-                if parent.op == "get_attr":
-                    table[parent] = new.node_copy(parent)
-                else:
-                    operands.append(parent)
-                    table[parent] = new.placeholder(f"clean_{parent.name}")
-    for node in inside:
-        if node.op == "output":
-            new.output(new_arg(node.args[0], table))
-        else:
-            table[node] = new.node_copy(node, table.__getitem__)
-    return Suffix(fx.GraphModule(model, _placeholders_first(new)), tuple(operands))
+    copies = new.placeholder("copies")
+    blocks = [new.placeholder(f"block_{i}") for i in range(len(sites))]
+    values: dict[fx.Node, fx.Node] = {}
+    carries: dict[fx.Node, int] = {}  # how many blocks the value of a downstream node has; all others have none
+    operands: dict[fx.Node, fx.Node] = {}
+    joined = 0
+
+    def with_blocks(node: fx.Node, count: int) -> fx.Node:
+        """The value of a node in so many blocks: the clean one in those that it does not have."""
+        if node.op == "get_attr":
+            if node not in values:
+                values[node] = new.node_copy(node)
+            return values[node]
+        has = carries.get(node, 0)
+        if has == count:
+            return values[node]
+        if node not in operands:
+            operands[node] = new.placeholder(f"clean_{node.name}")
+        return new.call_method("extended", (operands[node], values.get(node), has, count, copies))
+
+    for node in graph.nodes:
+        parents = node.all_input_nodes
+        count = len(sites) if node.op == "output" else max((carries.get(parent, 0) for parent in parents), default=0)
+        if count > 0:
+            table = {parent: with_blocks(parent, count) for parent in parents}
+            if node.op == "output":
+                new.output(new_arg(node.args[0], table))
+            else:
+                values[node], carries[node] = new.node_copy(node, table.__getitem__), count
+        if node in sites:
+            site = sites.index(node)
+            places[site] = joined
+            before = [with_blocks(node, joined)] if joined else []
+            values[node] = new.call_function(torch.cat, ([*before, blocks[site]],)) if before else blocks[site]
+            joined += 1
+            carries[node] = joined
+    return Suffix(fx.GraphModule(model, _placeholders_first(new)), places, tuple(operands))
 
 
 def _placeholders_first(graph: fx.Graph) -> fx.Graph:
@@ -176,22 +205,30 @@ class Tiling:
             return "multiply"
         return None
 
-    def __call__(self, value: Any, repeats: int) -> Any:
-        if repeats == 1 or not self.grows:
-            return value
-        leaves = pytree.tree_leaves(value)
-        tiled = [self._tiled(leaf, rule, repeats) for leaf, rule in zip(leaves, self.rules, strict=True)]
-        return pytree.tree_unflatten(tiled, self.spec)
+    def extended(self, value: Any, clean: Any, has: int, count: int) -> Any:
+        """`value`, that of `has` copies of the batch, with the clean one for the rest of `count` copies."""
+        if not self.grows:
+            return clean if has == 0 else value
+        leaves = zip(pytree.tree_leaves(clean if has == 0 else value), pytree.tree_leaves(clean), self.rules, strict=True)
+        return pytree.tree_unflatten([self._extended(*leaf, has, count) for leaf in leaves], self.spec)
 
     @staticmethod
-    def _tiled(leaf: Any, rule: int | str | None, repeats: int) -> Any:
+    def _extended(leaf: Any, clean: Any, rule: int | str | None, has: int, count: int) -> Any:
         if rule is None:
             return leaf
-        if isinstance(rule, int):
-            counts = [1] * leaf.dim()
-            counts[rule] = repeats
-            return leaf.repeat(counts)
-        return leaf * repeats
+        if not isinstance(rule, int):
+            return clean * count
+        return torch.cat([leaf] * (has > 0) + [clean] * (count - has), dim=rule)
+
+
+class Operand(NamedTuple):
+    """A clean value, and how it grows."""
+
+    value: Any
+    tiling: Tiling
+
+    def extended(self, value: Any, has: int, count: int, copies: int) -> Any:
+        return self.tiling.extended(value, self.value, has * copies, count * copies)
 
 
 def layer_nodes(graph: fx.Graph, layers: list[Layer]) -> list[fx.Node]:

@@ -6,13 +6,14 @@ two Gram matrices, the batch's sum is one matrix product: nothing of size batch 
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpulr.layers.base import Call, Deltas, WeightLinearRule, not_cancelled, numel
+from dpulr.layers.base import Call, Deltas, WeightLinearRule, not_cancelled, numel, row_norm
 
 
 class AffineRule(WeightLinearRule):
@@ -28,25 +29,21 @@ class AffineRule(WeightLinearRule):
         """Output-shaped tensor as (records, groups, positions, outputs of a group)."""
         raise NotImplementedError
 
-    def _squares(self, x: Tensor) -> Tensor:
-        """(records, groups): squared norm of the features, with the constant 1 of a trained bias.
-
-        In float64, and never zero by underflow: the squares of small float32 numbers would vanish, and a record pass as short.
-        """
-        total = torch.full(x.shape[:2], _TINY, dtype=torch.float64, device=x.device)
-        if "weight" in self.parameters:
-            total = total + _square_sum(x)
-        if "bias" in self.parameters:
-            total = total + x.shape[2]
-        return total
+    def _lengths(self, x: Tensor) -> Tensor:
+        """(records, groups): norm of the features, with the constant 1 of a trained bias."""
+        if "weight" not in self.parameters:
+            return torch.full(x.shape[:2], math.sqrt(x.shape[2]), dtype=x.dtype, device=x.device)
+        lengths = _lengths(x)
+        return torch.hypot(lengths, lengths.new_full((), math.sqrt(x.shape[2]))) if "bias" in self.parameters else lengths
 
     def gains(self, call: Call) -> Tensor:
-        return self._squares(self.features(call.input)).amax(1).sqrt().to(call.output.dtype)
+        lengths = self._lengths(self.features(call.input))
+        return lengths[:, 0] if lengths.shape[1] == 1 else lengths.amax(1)
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         x, u = self.features(call.input), self.grouped(signal)
         positions = x.shape[2]
-        bound = (self._squares(x) * _square_sum(u)).sum(1).sqrt().to(signal.dtype)
+        bound = row_norm(self._lengths(x).double() * _lengths(u)).to(signal.dtype)
         if positions == 1:
             return bound
         if positions * (x.shape[3] + u.shape[3]) > x.shape[3] * u.shape[3]:  # the gradient is smaller than the Gram matrices
@@ -74,15 +71,21 @@ class AffineRule(WeightLinearRule):
             into["bias"] += u.sum((0, 2)).flatten()
 
 
-_TINY = 1e-200
+def _lengths(x: Tensor) -> Tensor:
+    """(records, groups): norm over positions and features, computed in float64 where the squares leave the range of float32.
+
+    They must not vanish: a record would pass as short.
+    """
+    rows = x.flatten(2)
+    lengths = row_norm(rows)
+    if lengths.numel():
+        shortest, longest = torch.aminmax(lengths)
+        if not (shortest.item() > _LEAST and longest.item() < _MOST):
+            lengths = row_norm(rows.double()).to(x.dtype)
+    return lengths
 
 
-def _square_sum(x: Tensor) -> Tensor:
-    """Over positions and features, as float64; computed in it only where float32 is at its limits."""
-    square = x.square().sum((2, 3))
-    if not bool(((square > 1e-20) & (square < 1e30)).all()):
-        square = x.double().square().sum((2, 3))
-    return square.double()
+_LEAST, _MOST = 1e-10, 1e15
 
 
 class LinearRule(AffineRule):
@@ -95,6 +98,13 @@ class LinearRule(AffineRule):
 
     def grouped(self, output: Tensor) -> Tensor:
         return self.features(output)
+
+    def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
+        u = signal.reshape(-1, signal.shape[-1])
+        if "weight" in into:
+            into["weight"].addmm_(u.t(), call.input.reshape(-1, call.input.shape[-1]))
+        if "bias" in into:
+            into["bias"] += u.sum(0)
 
     def shift(self, call: Call, deltas: Deltas) -> Tensor:
         x = call.input

@@ -111,7 +111,10 @@ class LayerRule:
         raise TypeError(f"{type(self.module).__name__} has no output space")
 
     def gains(self, call: Call) -> Tensor:
-        """For each record an upper bound of ||J_i||: how much longer than its signal its gradient can be."""
+        """For each record an upper bound of ||J_i||: how much longer than its signal its gradient can be.
+
+        Not finite for a record whose J_i is not.
+        """
         raise TypeError(f"{type(self.module).__name__} has no output space")
 
     def factor(self, call: Call) -> Tensor:
@@ -152,10 +155,17 @@ _ROUNDING = 1e-4
 
 
 def flat_norm(tensor: Tensor) -> Tensor:
-    """Euclidean norm of each record, in parts: torch adds up floats one by one, and over millions it would lose the fifth digit."""
-    norms = [torch.linalg.vector_norm(part, dim=1) for part in torch.split(tensor.flatten(1), _PART, dim=1)]
-    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    return norm
+    """Euclidean norm of each record."""
+    return row_norm(tensor.flatten(1))
+
+
+def row_norm(rows: Tensor) -> Tensor:
+    """Euclidean norm along the last axis, in parts: torch adds floats one by one, and over millions would lose the fifth digit."""
+    if rows.shape[-1] <= _PART:
+        norm: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+        return norm
+    parts = [torch.linalg.vector_norm(part, dim=-1) for part in torch.split(rows, _PART, dim=-1)]
+    return row_norm(torch.stack(parts, dim=-1))
 
 
 _PART = 2**16

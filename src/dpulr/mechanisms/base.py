@@ -114,10 +114,15 @@ class Bound(ABC):
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         parts = self._parts(total)
         for chunk in self.record_chunks(inputs, targets):
+            directions.plan(self.draws(_records(chunk[1])))
             clean = self.forward.surviving(*chunk)
             if clean is not None:
                 self.add(clean, directions, parts)
         return total
+
+    def draws(self, records: int) -> list[int]:
+        """How many normal numbers `add` will draw for so many records, draw by draw: so that they can be drawn ahead."""
+        return []
 
     def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
         """What leaves a step: the noised sum over a public constant. `noise` is standard normal, in float64."""
@@ -129,7 +134,7 @@ class Bound(ABC):
             coordinates.lift(part, views)
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
-        return list(torch.split(flat, [coordinates.size for coordinates in self.coordinates]))
+        return list(flat.split_with_sizes([coordinates.size for coordinates in self.coordinates]))
 
     # --- memory -------------------------------------------------------------------------------------------------------
     def _room(self, memory_limit: int | None) -> int:
@@ -138,22 +143,25 @@ class Bound(ABC):
         Without a limit: 128 MiB, or four times what one record needs if that is more. More is slower: it leaves the cache.
         """
         fixed = (16 + 2 * self.dtype.itemsize) * self.size
-        least = fixed + 3 * max(self.row_bytes(site) for site in self.forward.sites)
+        least = fixed + self._record_bytes()
         if memory_limit is None:
             return max(2 * _FAST, 4 * (least - fixed))
         if memory_limit < least:
             raise ValueError(f"memory_limit is {memory_limit} bytes, but a step on one record of this model takes about {least}.")
         return memory_limit - fixed
 
+    def _record_bytes(self) -> int:
+        """Bytes that one record costs in the clean pass and in one pair of replays."""
+        return self.forward.bytes_per_row + 2 * max(self.row_bytes(site) for site in self.forward.sites)
+
     def row_bytes(self, site: Site) -> int:
-        """Bytes that one record costs in one replay: what the pass allocates, its perturbation, the perturbed output."""
-        return self.forward.bytes_per_row + self.dtype.itemsize * (4 * site.dim + 3 * math.prod(site.output_shape))
+        """Bytes that one record costs in one replay: what the pass allocates, its perturbation, the next one, the output."""
+        return site.replay_bytes + self.dtype.itemsize * (5 * site.dim + 3 * math.prod(site.output_shape))
 
     def record_chunks(self, inputs: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
         """The batch in parts whose clean pass, and one pair of replays, stay below the memory limit."""
         records = _records(targets)
-        largest = max(self.row_bytes(site) for site in self.forward.sites)
-        size = max(1, self.memory_limit // (3 * largest))
+        size = max(1, self.memory_limit // self._record_bytes())
         if records <= size:
             if records > 0:
                 yield inputs, targets
@@ -161,9 +169,14 @@ class Bound(ABC):
         for start in range(0, records, size):
             yield rows((inputs, targets), start, start + size)
 
-    def repeat_chunks(self, site: Site, records: int, repeats: int, signs: int) -> Iterator[int]:
-        """Repeats in parts whose replays stay below the memory limit, and small enough to stay in the cache."""
-        most = max(1, min(self.memory_limit, _FAST) // (signs * max(records, 1) * self.row_bytes(site)))
+    def replays(self, bytes_per_record: int, records: int) -> int:
+        """How many replays that take so much fit into one pass: below the memory limit, and small enough to stay in the cache."""
+        room = min(self.memory_limit - records * self.forward.bytes_per_row, _FAST)
+        return room // (max(records, 1) * bytes_per_record)
+
+    def repeat_chunks(self, bytes_per_record: int, records: int, repeats: int) -> Iterator[int]:
+        """Repeats in parts that fit into one pass."""
+        most = max(1, self.replays(bytes_per_record, records))
         while repeats > 0:
             part = min(most, repeats)
             yield part

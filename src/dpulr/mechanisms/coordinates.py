@@ -26,7 +26,9 @@ class Coordinates:
         self.dim = self.kept * self.positions
         self.shapes = {name: torch.Size(self._shape(p.shape)) for name, p in site.parameters.items()} if self._by_rows else {}
         self.size = sum(numel(shape) for shape in self.shapes.values()) if self._by_rows else self.dim
+        self._sizes = [numel(shape) for shape in self.shapes.values()]
         self.basis = torch.empty(0)
+        self._ahead: list[Tensor] = []
 
     @property
     def _by_rows(self) -> bool:
@@ -48,21 +50,26 @@ class Coordinates:
         return (self.kept, *shape[1:]) if self.reduced else tuple(shape)
 
     def draw(self, public: torch.Generator) -> None:
-        """A fresh orthonormal basis (width x kept): uniform, and independent of all data."""
-        if self.reduced:
-            normal = torch.randn(self.width, self.kept, generator=public, dtype=self.dtype)
-            self.basis = torch.linalg.qr(normal)[0].to(self.device)
+        """A fresh orthonormal basis (width x kept): uniform, and independent of all data. Many are made at once: that is faster."""
+        if not self.reduced:
+            return
+        if not self._ahead:
+            count = max(1, min(_MOST_AHEAD, _NUMBERS_AHEAD // (self.width * self.kept)))
+            normal = torch.randn(count, self.width, self.kept, generator=public, dtype=self.dtype)
+            self._ahead = list(torch.linalg.qr(normal)[0].to(self.device))
+        self.basis = self._ahead.pop()
 
     def perturbation(self, z: Tensor, radius: float) -> Tensor:
         """`radius` times the directions (repeats, records, dim), in the coordinates of the site."""
         if not self.reduced:
             return radius * z
-        return (z.view(*z.shape[:2], self.positions, self.kept) @ (radius * self.basis).t()).flatten(2)
+        rows = z.reshape(-1, self.kept)
+        return (radius * rows @ self.basis.t()).view(*z.shape[:2], -1)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
         """Add the records' scaled gradients, in these coordinates, to their part of the release."""
         if self._by_rows:
-            self.site.add_gradient(call, signal, scale, self._views(part))
+            self.site.add_gradient(call, signal, scale, self._views(part), finite=finite)
         else:
             self.site.add_weight_signal(signal, scale, part)
 
@@ -70,15 +77,18 @@ class Coordinates:
         """Write the gradient that a part of the release stands for."""
         if self._by_rows:
             for name, view in self._views(part).items():
-                into[name].copy_(self.basis @ view if self.reduced else view)
+                if self.reduced:
+                    torch.matmul(self.basis, view, out=into[name])
+                else:
+                    into[name].copy_(view)
             return
         flat = self.basis @ part if self.reduced else part
         for name, view in self.site.rule.split(flat).items():
             into[name].copy_(view)
 
     def _views(self, part: Tensor) -> dict[str, Tensor]:
-        views, offset = {}, 0
-        for name, shape in self.shapes.items():
-            views[name] = part[offset : offset + numel(shape)].view(shape)
-            offset += numel(shape)
-        return views
+        parts = part.split_with_sizes(self._sizes)
+        return {name: view.view(shape) for (name, shape), view in zip(self.shapes.items(), parts, strict=True)}
+
+
+_MOST_AHEAD, _NUMBERS_AHEAD = 64, 2**17

@@ -7,6 +7,7 @@ mechanism with Poisson sampling certifies it. The estimators are the paper's lik
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,6 +18,7 @@ from dpulr.accounting.events import GaussianRelease
 from dpulr.forward.replay import Clean, Forward
 from dpulr.forward.sites import Space
 from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces, weighted
+from dpulr.mechanisms.coordinates import Coordinates
 from dpulr.randomness import Directions
 
 Estimator = Literal["likelihood-ratio", "baseline", "antithetic"]
@@ -78,6 +80,17 @@ class BoundGaussian(Bound):
     def noise_std(self) -> float:
         return self.noise_multiplier * self.settings.max_grad_norm
 
+    def draws(self, records: int) -> list[int]:
+        return [
+            repeats * records * coordinates.dim
+            for coordinates in self.coordinates
+            for repeats in self._repeats(coordinates, records)
+        ]
+
+    def _repeats(self, coordinates: Coordinates, records: int) -> Iterator[int]:
+        signs = 2 if self.settings.estimator == "antithetic" else 1
+        return self.repeat_chunks(signs * self.row_bytes(coordinates.site), records, self.settings.repeats)
+
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
         sites = range(len(self.forward.sites))
         signals = [self.estimate(clean, i, directions) for i in sites]
@@ -90,9 +103,8 @@ class BoundGaussian(Bound):
         """(records, dim): the estimated gradient of each record's loss with respect to the site's coordinates."""
         site, call, settings = self.forward.sites[index], clean.calls[index], self.settings
         coordinates, sigma = self.coordinates[index], settings.sigma
-        signs = 2 if settings.estimator == "antithetic" else 1
         signal = torch.zeros(clean.records, coordinates.dim, device=self.device, dtype=self.dtype)
-        for repeats in self.repeat_chunks(site, clean.records, settings.repeats, signs):
+        for repeats in self._repeats(coordinates, clean.records):
             z = directions.normal(repeats, clean.records, coordinates.dim)
             delta = coordinates.perturbation(z, sigma)
             if settings.estimator == "antithetic":

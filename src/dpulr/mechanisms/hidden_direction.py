@@ -7,6 +7,7 @@ of the two losses, or that difference clipped. Its signal is C A z b with ||A|| 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
-from dpulr.forward.replay import Clean, Forward
+from dpulr.forward.replay import Clean, Forward, Move
 from dpulr.forward.sites import Space
 from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces, weighted
 from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
@@ -95,7 +96,16 @@ class BoundHiddenDirection(Bound):
         self.groups = self._groups()
         self.exact = len(self.groups) - 1 if settings.last_layer == "exact" else None
         self.dims = [sum(self.coordinates[i].dim for i in group) for group in self.groups]
+        self._bytes = [self.signs * settings.frames * max(self.row_bytes(forward.sites[i]) for i in group) for group in self.groups]
+        self.hidden = range(len(forward.sites) - (self.exact is not None))
+        """The sites that hide their directions."""
         self.weights: tuple[float, ...] = ()
+        self._bounds = torch.empty(0)
+        self._overlaps = torch.ones(self.size, device=self.device, dtype=self.dtype)
+        for g, group in enumerate(self.groups):
+            for i in group:
+                if i in self.hidden:
+                    self._parts(self._overlaps)[i].fill_(mean_overlap(self.dims[g]))
         for g, group in enumerate(self.groups):
             if settings.frames > self.dims[g] and g != self.exact:
                 raise ValueError(f"frames is {settings.frames}, but {self._label(group)} has only {self.dims[g]} dimensions.")
@@ -126,6 +136,8 @@ class BoundHiddenDirection(Bound):
     def use(self, noise_multiplier: float) -> None:
         super().use(noise_multiplier)
         self.weights = self.weights_at(noise_multiplier)
+        bounds = [[ROUNDING * weight] for group, weight in zip(self.groups, self.weights, strict=True) for _ in group]
+        self._bounds = torch.tensor(bounds[: len(self.hidden)], device=self.device, dtype=self.dtype)
 
     @property
     def noise_std(self) -> float:
@@ -144,73 +156,98 @@ class BoundHiddenDirection(Bound):
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
-        for g, (group, weight) in enumerate(zip(self.groups, self.weights, strict=True)):
-            if g == self.exact:
-                site, call, signal = self.forward.sites[-1], clean.calls[-1], self.differences(clean, group[0])
-                scale = (ROUNDING * weight / site.norms(call, signal)).clamp(max=1)
-                self.coordinates[-1].add(call, signal, scale, parts[-1])
-                continue
-            for i, signal in zip(group, self._shares(group, self.estimate(clean, g, directions)), strict=True):
-                gains = self.forward.sites[i].gains(clean.calls[i])
-                scale = torch.where(gains > 0, ROUNDING * weight / gains, 0)
-                self.coordinates[i].add(clean.calls[i], signal, scale, parts[i])
+        gains = torch.stack([self.forward.sites[i].gains(clean.calls[i]) for i in self.hidden])
+        scales = (self._bounds / gains).nan_to_num_(0, 0, 0)
+        finite = math.isfinite(gains.sum().item())
+        for group, estimate in zip(self.groups, self.estimates(clean, directions), strict=False):
+            for i, signal in zip(group, self._shares(group, estimate), strict=True):
+                self.coordinates[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite)
+        if self.exact is not None:
+            site, call, signal = self.forward.sites[-1], clean.calls[-1], self.differences(clean, self.groups[-1][0])
+            scale = (ROUNDING * self.weights[-1] / site.norms(call, signal)).clamp(max=1)
+            self.coordinates[-1].add(call, signal, scale, parts[-1])
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
         """Undo the mean overlap and lift the release: C_l times the mean of gradients normalised in the subspace, plus noise.
 
         This only sets the scale of the learning rate; it costs nothing and leaks nothing.
         """
-        parts = self._parts(release)
-        for g, group in enumerate(self.groups):
-            if g != self.exact:
-                for i in group:
-                    parts[i] /= mean_overlap(self.dims[g])
-        super().gradients(release, into)
+        super().gradients(release / self._overlaps, into)
 
     def _shares(self, group: range, signal: Tensor) -> tuple[Tensor, ...]:
         """What each site of a group has of a vector."""
+        if len(group) == 1:
+            return (signal,)
         return torch.split(signal, [self.coordinates[i].dim for i in group], dim=-1)
 
-    def estimate(self, clean: Clean, g: int, directions: Directions) -> Tensor:
-        """(records, dim of the group): the mean over the repeats of z b, which has norm at most 1."""
-        group, frames = self.groups[g], self.settings.frames
-        signal = torch.zeros(clean.records, self.dims[g], device=self.device, dtype=self.dtype)
-        largest = max((self.forward.sites[i] for i in group), key=self.row_bytes)
-        for blocks in self.repeat_chunks(largest, clean.records, self.settings.repeats // frames, signs=self.signs * frames):
-            z = self.draw(directions, blocks, clean.records, self.dims[g])
-            b = self.bit(self.difference(clean, g, z))
-            signal += weighted(b, z)
-        return signal.div_(self.settings.repeats)
+    def draws(self, records: int) -> list[int]:
+        if self.settings.frames > 1:
+            return []
+        passes = self._passes(records)
+        return [part * records * sum(self.dims[g] for g in groups) for groups, repeats in passes for part in repeats]
 
-    def difference(self, clean: Clean, g: int, z: Tensor) -> Tensor:
-        """(repeats, records): how much higher the loss is under a perturbation than under its opposite, or than without any."""
+    def estimates(self, clean: Clean, directions: Directions) -> Iterator[Tensor]:
+        """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1."""
+        for groups, repeats in self._passes(clean.records):
+            sums: list[Tensor] = []
+            for blocks in repeats:
+                z = self.draw(directions, blocks, clean.records, [self.dims[g] for g in groups])
+                b = self.bit(self.difference(clean, groups, z)).div_(self.settings.repeats)
+                found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
+                sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
+            yield from sums
+
+    def _passes(self, records: int) -> Iterator[tuple[range, list[int]]]:
+        """Hidden groups that share their passes, as many as there is room for, and how many blocks of repeats each pass has.
+
+        Each set of groups has a program of its own: the number of records is rounded up, so that batches of about a size share it.
+        """
+        start, end = 0, len(self.groups) - (self.exact is not None)
+        coarse = 2 ** max(0, records.bit_length() - 3)
+        records = -(-records // coarse) * coarse
+        while start < end:
+            stop = start + 1
+            while stop < end and self.replays(sum(self._bytes[start : stop + 1]), records):
+                stop += 1
+            blocks = self.settings.repeats // self.settings.frames
+            yield range(start, stop), list(self.repeat_chunks(sum(self._bytes[start:stop]), records, blocks))
+            start = stop
+
+    def difference(self, clean: Clean, groups: range, z: list[Tensor]) -> Tensor:
+        """(groups, repeats, records): how much higher the loss is under a perturbation than under its opposite, or than without."""
+        losses = self.forward.all_losses(clean, [self.move(clean, g, draws) for g, draws in zip(groups, z, strict=True)])
+        if not self.settings.antithetic:
+            return losses - clean.losses
+        repeats = losses.shape[1] // 2
+        return losses[:, :repeats] - losses[:, repeats:]
+
+    def move(self, clean: Clean, g: int, z: Tensor) -> Move:
+        """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
         group, length = self.groups[g], self.settings.radius * math.sqrt(self.dims[g])
         deltas = [
             self.coordinates[i].perturbation(share, length * self.forward.sites[i].scale)
             for i, share in zip(group, self._shares(group, z), strict=True)
         ]
-        first, site, call = group[0], self.forward.sites[group[0]], clean.calls[group[0]]
-        rest = list(zip(group[1:], deltas[1:], strict=True))
+        site, call, rest = self.forward.sites[group[0]], clean.calls[group[0]], deltas[1:]
         if not self.settings.antithetic:
-            return self.forward.losses(clean, first, site.perturbed(call, deltas[0]), rest) - clean.losses
-        rest = [(i, torch.cat([delta, -delta])) for i, delta in rest]
-        losses = self.forward.losses(clean, first, site.perturbed_pair(call, deltas[0]), rest)
-        return losses[: len(z)] - losses[len(z) :]
+            return Move(group[0], site.perturbed(call, deltas[0]), list(zip(group[1:], rest, strict=True)))
+        rest = [torch.cat([delta, -delta]) for delta in rest]
+        return Move(group[0], site.perturbed_pair(call, deltas[0]), list(zip(group[1:], rest, strict=True)))
 
-    def draw(self, directions: Directions, blocks: int, records: int, dim: int) -> Tensor:
-        """(blocks * frames, records, dim) unit vectors, orthonormal within a block."""
+    def draw(self, directions: Directions, blocks: int, records: int, dims: list[int]) -> list[Tensor]:
+        """For each dimension (blocks * frames, records, dim) unit vectors, orthonormal within a block."""
         frames = self.settings.frames
         if frames == 1:
-            return directions.sphere(blocks, records, dim)
-        return directions.frames(blocks, records, frames, dim).movedim(2, 1).flatten(0, 1)
+            return directions.spheres([(blocks, records, dim) for dim in dims])
+        return [directions.frames(blocks, records, frames, dim).movedim(2, 1).flatten(0, 1) for dim in dims]
 
     def bit(self, difference: Tensor) -> Tensor:
         """b in [-1, 1]; 0 where a loss was not finite. In orthonormal frames b is -1 or 1, as Theorem 2 needs."""
         if self.settings.frames > 1:
             return torch.where(difference < 0, -1.0, 1.0).to(difference.dtype)
         kappa = self.settings.kappa
-        b = torch.sign(difference) if kappa is None else (difference / kappa).clamp(-1, 1)
-        return torch.where(torch.isfinite(difference), b, 0)
+        finite = difference.nan_to_num(0, 0, 0)
+        return finite.sign_() if kappa is None else finite.div_(kappa).clamp_(-1, 1)
 
     # --- the exact last layer -----------------------------------------------------------------------------------------
     def differences(self, clean: Clean, index: int) -> Tensor:
@@ -218,7 +255,7 @@ class BoundHiddenDirection(Bound):
         site, call, coordinates = self.forward.sites[index], clean.calls[index], self.coordinates[index]
         axes = torch.eye(coordinates.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
         slopes, start = [], 0
-        for count in self.repeat_chunks(site, clean.records, coordinates.dim, signs=2):
+        for count in self.repeat_chunks(2 * self.row_bytes(site), clean.records, coordinates.dim):
             step = coordinates.perturbation(axes[start : start + count].expand(-1, clean.records, -1), _EXACT_STEP)
             losses = self.forward.losses(clean, index, site.perturbed_pair(call, step))
             slopes.append((losses[:count] - losses[count:]) / (2 * _EXACT_STEP))
@@ -250,6 +287,6 @@ class BoundHiddenDirection(Bound):
         zeros = [torch.zeros(1, clean.records, self.forward.sites[i].dim, device=self.device, dtype=self.dtype) for i in group]
         perturbed = self.forward.sites[group[0]].perturbed(clean.calls[group[0]], zeros[0])
         try:
-            self.forward._losses(clean, group[0], perturbed, list(zip(group[1:], zeros[1:], strict=True)))
+            self.forward._losses(clean, [Move(group[0], perturbed, list(zip(group[1:], zeros[1:], strict=True)))])
         except RuntimeError as error:
             raise ValueError(f"{self._label(group)} can't be one block: {error} Use other blocks, or blocks=None.") from error

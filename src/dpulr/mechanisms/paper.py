@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from dpulr.accounting.events import PaperRelease
-from dpulr.forward.replay import Clean, Forward, HookedForward, TracedForward
+from dpulr.forward.replay import Clean, Forward, HookedForward, Move, TracedForward
 from dpulr.forward.sites import Space
 from dpulr.layers.base import flat_norm
-from dpulr.mechanisms.base import Bound, Guarantee, Mechanism, check_spaces
+from dpulr.mechanisms.base import Bound, Guarantee, Mechanism, check_spaces, weighted
 from dpulr.mechanisms.paper_covariance import Covariance, RowBlocks, blocks_of
 from dpulr.mechanisms.paper_schedule import Schedule, Setting
 from dpulr.randomness import Directions
@@ -151,8 +151,18 @@ class BoundPaper(Bound):
             if len(chunks) > 1:
                 clean = self.forward.surviving(*chunk)
             if clean is not None:
+                directions.plan(self.draws(clean.records))
                 self.add(clean, directions, parts)
         return total
+
+    def draws(self, records: int) -> list[int]:
+        if self.settings.simultaneous:
+            return []
+        return [
+            repeats * records * site.dim
+            for site, control in zip(self.forward.sites, self.controls, strict=True)
+            for repeats in self.repeat_chunks(self.row_bytes(site), records, control.repeats)
+        ]
 
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
         if self.settings.simultaneous:
@@ -167,10 +177,10 @@ class BoundPaper(Bound):
         """(records, dim): the mean over the repeats of z L(v + z) / sigma^2, z normal with standard deviation sigma."""
         site, call, sigma = self.forward.sites[index], clean.calls[index], control.sigma
         signal = torch.zeros(clean.records, site.dim, device=self.device, dtype=self.dtype)
-        for repeats in self.repeat_chunks(site, clean.records, control.repeats, signs=1):
+        for repeats in self.repeat_chunks(self.row_bytes(site), clean.records, control.repeats):
             z = directions.normal(repeats, clean.records, site.dim)
             losses = self.forward.losses(clean, index, site.perturbed(call, sigma * z))
-            signal += torch.einsum("rb,rbd->bd", torch.where(torch.isfinite(losses), losses, 0), z)
+            signal += weighted(torch.where(torch.isfinite(losses), losses, 0), z)
         return signal.div_(control.repeats * sigma)
 
     def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
@@ -232,12 +242,12 @@ class BoundPaper(Bound):
         """The Jacobians are those of the noisy inputs, so a record's gradient is a sum over repeats, like one over positions."""
         sites, controls = self.forward.sites, self.controls
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sites]
-        largest = max(sites, key=self.row_bytes)
-        for repeats in self.repeat_chunks(largest, clean.records, controls[0].repeats, signs=1):
+        largest = max(self.row_bytes(site) for site in sites)
+        for repeats in self.repeat_chunks(largest, clean.records, controls[0].repeats):
             z = [directions.normal(repeats, clean.records, site.dim) for site in sites]
             deltas = [control.sigma * draw for control, draw in zip(controls, z, strict=True)]
             with self._perturbing(deltas) as inputs:
-                losses = self._joint._losses(clean, 0, sites[0].perturbed(clean.calls[0], deltas[0]))
+                losses = self._joint._losses(clean, [Move(0, sites[0].perturbed(clean.calls[0], deltas[0]))])[0]
             inputs[0] = clean.tiled("first input", clean.calls[0].input, repeats)
             losses = torch.where(torch.isfinite(losses), losses, 0)
             for i, (site, blocks, control) in enumerate(zip(sites, self.blocks, controls, strict=True)):
@@ -285,7 +295,7 @@ class BoundPaper(Bound):
             return forward
         if not isinstance(forward, TracedForward):
             raise ValueError("simultaneous noise needs a model that runs on whole batches.")
-        replayed = {node.target for node in forward.suffixes[0].program.graph.nodes if node.op == "call_module"}
+        replayed = {node.target for node in forward.suffix((0,)).program.graph.nodes if node.op == "call_module"}
         if all(layer.name in replayed for layer in forward.layers[1:]):
             return forward
         return HookedForward(forward.model, forward.loss_fn, forward.layers)

@@ -117,7 +117,7 @@ class BoundZerothOrder(Bound):
             try:
                 return self._pass(weights, inputs, targets)
             except Exception:  # whatever a black box may raise
-                self.forward.check_alive(0)
+                self.forward.check_alive([0])
         losses = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
         for i in range(len(losses)):
             with suppress(Exception):
