@@ -24,7 +24,7 @@ from dpulr.mechanisms import HiddenDirection
 from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
 from dpulr.randomness import Directions
 
-RATES = (0.2, 0.4, 0.8)
+RATES = (0.4, 0.8, 1.6)
 BASE = HiddenDirection(repeats=8, antithetic=False)
 PIXELS = 2
 
