@@ -29,6 +29,7 @@ Epochs = Annotated[int, typer.Option(min=1, help="Epochs of each run.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs side by side, one thread each; by default one a core.")]
 Repeats = Annotated[int | None, typer.Option(min=1, help="K, which the paper does not state.")]
 Sigma = Annotated[float | None, typer.Option(help="Standard deviation of the injected noise, which the paper does not state.")]
+Holdout = Annotated[int, typer.Option(min=0, help="For tuning: test on the last so many training records, train on the others.")]
 Show = Annotated[bool, typer.Option("--show", help="Run nothing: print what the results hold.")]
 Results = Annotated[Path, typer.Option(help="Folder of the results.")]
 Images = Annotated[Path, typer.Option(help="Folder of the pictures.")]
@@ -45,6 +46,7 @@ def table1(
     jobs: Jobs = None,
     repeats: Repeats = None,
     sigma: Sigma = None,
+    holdout: Holdout = 0,
     show: Show = False,
     results: Results = _RESULTS,
 ) -> None:
@@ -52,7 +54,7 @@ def table1(
     from dpulr.experiments import paper_tables as tables
 
     known = {f"{batch}:{sigma0:g}": (batch, sigma0) for batch, row in tables.TABLE1.items() for sigma0 in row}
-    chosen, own = _chosen(known, settings), _given(repeats=repeats, sigma=sigma)
+    chosen, own = _chosen(known, settings), _given(repeats=repeats, sigma=sigma, holdout=holdout)
     file = results / "table1.json"
     _run(lambda seed: [r for c in chosen for r in tables.table1_runs(*c, seed, epochs, **own)], seeds, file, jobs, show)
     print("Accuracies in per cent, training / validation (seeds).")

@@ -70,7 +70,7 @@ def shifted(images: Tensor, directions: Directions) -> Tensor:
 
 
 def variants() -> dict[str, dict[str, tuple[HiddenDirection, dict[str, Any]]]]:
-    """Group: {label: (mechanism, changes to the recipe)}."""
+    """Group: {label: (mechanism, changes to the recipe)}. The last group changes many things at once."""
 
     def one(**changes: Any) -> tuple[HiddenDirection, dict[str, Any]]:
         return replace(BASE, **changes), {}
@@ -104,6 +104,15 @@ def variants() -> dict[str, dict[str, tuple[HiddenDirection, dict[str, Any]]]]:
             "(x - 0.1) / 0.3": other(),
             "x in [0, 1]": other(rescale=(0.1, 0.3)),
             "x in [-1, 1]": other(rescale=(-0.8, 0.6)),
+        },
+        "together": {
+            "all as above": other(),
+            "all plain": (
+                HiddenDirection(repeats=8, subspace=None, layer_weights=(1.0, 1.0, 1.0, 1.0)),
+                {"momentum": 0.0, "schedule": "constant", "rescale": (0.1, 0.3), "batch_size": 500},
+            ),
+            "16 directions, radius 0.03": one(repeats=16, radius=0.03),
+            "32 directions, 64 dimensions, radius 0.03": one(repeats=32, subspace=64, radius=0.03),
         },
     }
 

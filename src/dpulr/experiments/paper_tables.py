@@ -16,7 +16,9 @@ from dpulr.experiments.paper_runs import PaperRun
 from dpulr.experiments.reproduction import found
 from dpulr.experiments.table import epsilon_of
 
-REPEATS, SIGMA = 16, 1.0
+REPEATS = 16
+SIGMAS = {0.5: 3.0, 1.0: 2.0, 2.0: 2.0, 4.0: 1.0, 8.0: 1.0}
+"""Injected noise by sigma0: the less noise for privacy, the more the spread of the proxies themselves must be held down."""
 EPOCHS = 25
 
 # batch size: {sigma0: (DP-ULR training, DP-ULR validation, DP-SGD training, DP-SGD validation)}, in per cent
@@ -68,10 +70,10 @@ REPEAT_STUDY = (4, 16, 64)
 
 def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
     """DP-ULR and the paper's DP-SGD for one setting."""
-    own = {"repeats": REPEATS, "sigma": SIGMA} | more
+    own = {"repeats": REPEATS, "sigma": SIGMAS[sigma0]} | more
     return [
         PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own),
-        PaperRun("dp-sgd", batch, sigma0, epochs, seed),
+        PaperRun("dp-sgd", batch, sigma0, epochs, seed, holdout=own.get("holdout", 0)),
     ]
 
 
@@ -84,7 +86,7 @@ def cifar_runs(label: str, seed: int, epochs: int, **more: Any) -> list[PaperRun
     if label == "dp-sgd":
         return [PaperRun("dp-sgd", 64, 1.0, **common)]
     batch, sigma0 = CIFAR[label]
-    return [PaperRun("dp-ulr", batch, sigma0, **common, **({"repeats": CIFAR_REPEATS, "sigma": SIGMA} | more))]
+    return [PaperRun("dp-ulr", batch, sigma0, **common, **({"repeats": CIFAR_REPEATS, "sigma": 1.0} | more))]
 
 
 def repeats_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:

@@ -3,9 +3,9 @@
     python -m dpulr.experiments.table --dataset mnist --seeds 3
 
 MNIST: the paper's 15 settings, each at the epsilon of the Gaussian mechanism with its noise and batch size. Fashion-MNIST: four
-values of epsilon. Runs that the results file holds are not repeated. Learning rates were chosen on the last 10,000 training records
-(`--holdout 10000`) with one seed, at the values of epsilon that HIDDEN and DPSGD name; between them they are interpolated. Choosing
-them is not covered by epsilon.
+values of epsilon. CIFAR-10: ResNet-5 at two values of epsilon, few epochs. Runs that the results file holds are not repeated.
+Learning rates were chosen on the last 10,000 training records (`--holdout 10000`) with one seed, at the values of epsilon that the
+methods name; between them they are interpolated. Choosing them is not covered by epsilon.
 """
 
 from __future__ import annotations

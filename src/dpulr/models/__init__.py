@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["MLP_SIZES", "ResNet5", "cnn", "mlp", "resnet5"]
+
+M = TypeVar("M", bound=nn.Module)
 
 MLP_SIZES = {  # the paper's MLP, and two with 2.5 and 5 times its parameters: all hidden layers wider by the same factor
     "small": (784, 128, 64, 32, 10),
@@ -76,10 +79,10 @@ class ResNet5(nn.Module):
 def resnet5(channels: int = 3, classes: int = 10, *, seed: int | None = None) -> ResNet5:
     """`ResNet5` with its initial weights fixed by `seed`."""
     with _initial(seed):
-        return ResNet5(channels, classes)
+        return _he(ResNet5(channels, classes))
 
 
-def _he(model: nn.Sequential) -> nn.Sequential:
+def _he(model: M) -> M:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
