@@ -46,7 +46,7 @@ class AffineRule(WeightLinearRule):
         bound = row_norm(self._lengths(x).double() * _lengths(u)).to(signal.dtype)
         if positions == 1:
             return bound
-        if _gradient_is_smaller(x, u):
+        if _gradient_is_smaller(positions, u.shape[3], x.shape[3]):
             square = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
             if "weight" in self.parameters:
                 square = square + (u.transpose(2, 3) @ x).square().sum((1, 2, 3))
@@ -61,30 +61,36 @@ class AffineRule(WeightLinearRule):
         return not_cancelled(square.clamp_min(0).sqrt().to(bound.dtype), bound)
 
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
-        x, u = self.features(call.input), self.grouped(signal)
-        groups = x.shape[1]
+        u = self.grouped(signal)
         if "weight" in into:
-            buffer = into["weight"].view(groups, u.shape[3], x.shape[3])
-            if _gradient_is_smaller(x, u):
-                buffer += (u.transpose(2, 3) @ x).sum(0)
+            buffer = into["weight"].view(u.shape[1], u.shape[3], -1)
+            if _gradient_is_smaller(u.shape[2], u.shape[3], buffer.shape[2]):
+                buffer += self.weight_gradients(call.input, u).sum(0)
             else:
-                for g in range(groups):
+                x = self.features(call.input)
+                for g in range(u.shape[1]):
                     buffer[g].addmm_(u[:, g].reshape(-1, u.shape[3]).t(), x[:, g].reshape(-1, x.shape[3]))
         if "bias" in into:
             into["bias"] += u.sum((0, 2)).flatten()
 
+    def weight_gradients(self, x: Tensor, u: Tensor) -> Tensor:
+        """(records, groups, outputs, features): every record's own gradient, from the input and a grouped signal."""
+        return u.transpose(2, 3) @ self.features(x)
+
     def record_gradients(self, call: Call, signal: Tensor) -> Tensor | None:
         """(records, parameters): every record's own gradient, where that is smaller than the features and signals it is made of."""
-        x, u = self.features(call.input), self.grouped(signal)
-        if not _gradient_is_smaller(x, u):
+        u = self.grouped(signal)
+        if "weight" in self.parameters and not _gradient_is_smaller(
+            u.shape[2], u.shape[3], numel(self.parameters["weight"].shape[1:])
+        ):
             return None
-        parts = {"weight": lambda: u.transpose(2, 3) @ x, "bias": lambda: u.sum(2)}
+        parts = {"weight": lambda: self.weight_gradients(call.input, u), "bias": lambda: u.sum(2)}
         return torch.cat([parts[name]().flatten(1) for name in self.parameters], dim=1)
 
 
-def _gradient_is_smaller(x: Tensor, u: Tensor) -> bool:
-    """Than the Gram matrices of features and signals, and than both themselves."""
-    return x.shape[2] * (x.shape[3] + u.shape[3]) > x.shape[3] * u.shape[3]
+def _gradient_is_smaller(positions: int, outputs: int, features: int) -> bool:
+    """Than the features and signals of all positions, and than their Gram matrices."""
+    return positions * (features + outputs) > features * outputs
 
 
 def _lengths(x: Tensor) -> Tensor:
@@ -170,20 +176,38 @@ class ConvRule(AffineRule):
             ),
         )
 
+    def _lines(self, x: Tensor) -> Tensor:
+        """View of the input, with patches along all axes but the first: (records, groups, channels, *taps, lines, *positions)."""
+        conv = self.module
+        return self._patches(x, (1, *conv.kernel_size[1:]), (1, *conv.stride[1:])).squeeze(3)
+
+    def weight_gradients(self, x: Tensor, u: Tensor) -> Tensor:
+        """By taps of the kernel along the first axis: they see the same lines of the image, which need not be copied for each."""
+        conv, lines = self.module, self._lines(x)
+        taps, stride, dilation = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
+        records, groups, channels = lines.shape[:3]
+        rest, height, across = numel(conv.kernel_size[1:]), lines.shape[x.dim()], numel(lines.shape[x.dim() + 1 :])
+        lines = lines.reshape(records, groups, channels * rest, height, across)
+        seen = 1 + stride * (u.shape[2] // across - 1)
+        gradients = u.new_empty(records, groups, u.shape[3], channels, taps, rest)
+        for a in range(taps):
+            tap = lines[:, :, :, a * dilation : a * dilation + seen : stride].flatten(3)
+            gradients[..., a, :] = (u.transpose(2, 3) @ tap.transpose(2, 3)).view(*gradients.shape[:4], rest)
+        return gradients.flatten(3)
+
     def second_moment(self, x: Tensor) -> Tensor:
         """(groups, features, features): the sum of f f^T over the patches f of all records.
 
-        Along the first axis of the image the input is not unfolded: a product of two taps of the kernel is one of two lines of the
-        image, and for taps equally far apart these are the same lines but for a few at the borders.
+        A product of two taps of the kernel along the first axis is one of two lines of the image, and for taps equally far apart
+        these are the same lines but for a few at the borders.
         """
         conv = self.module
-        taps, dilation, axes = conv.kernel_size[0], conv.dilation[0], len(conv.kernel_size)
+        taps, dilation = conv.kernel_size[0], conv.dilation[0]
         if conv.stride[0] > 1:
             f = self.features(x).transpose(0, 1).flatten(1, 2)
             return f.transpose(1, 2) @ f
-        lines = self._patches(x, (1, *conv.kernel_size[1:]), conv.stride).movedim(0, 3 + axes)
-        height = lines.shape[2 + axes]
-        groups, channels, rest = lines.shape[0], lines.shape[1], numel(conv.kernel_size[1:])
+        lines = self._lines(x).movedim(0, x.dim())  # behind the lines: those of all records are one matrix
+        groups, channels, rest, height = *lines.shape[:2], numel(conv.kernel_size[1:]), lines.shape[x.dim() - 1]
         lines = lines.reshape(groups, channels * rest, height, -1)
         positions = height - dilation * (taps - 1)
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from threading import Thread
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from dpulr.accounting.events import PaperRelease
 from dpulr.forward.replay import Clean, Forward, HookedForward, Move, TracedForward
 from dpulr.forward.sites import Site, Space
+from dpulr.forward.synthetic import count
 from dpulr.layers import Call
 from dpulr.layers.affine import AffineRule
 from dpulr.layers.base import flat_norm
-from dpulr.mechanisms.base import Bound, Guarantee, Mechanism, check_spaces
+from dpulr.mechanisms.base import Bound, Guarantee, Mechanism, check_spaces, weighted
 from dpulr.mechanisms.paper_covariance import Covariance, RowBlocks, blocks_of
 from dpulr.mechanisms.paper_schedule import Schedule, Setting
 from dpulr.randomness import Directions
@@ -144,6 +146,7 @@ class BoundPaper(Bound):
             self._control(stds, covariances)
         clean = None
         for chunk in chunks:
+            directions.start(self.first_draw(count(chunk[1])))
             clean = self.forward.surviving(*chunk)
             if clean is not None:
                 for blocks, call, covariance, std in zip(self.blocks, clean.calls, covariances, stds, strict=True):
@@ -166,8 +169,9 @@ class BoundPaper(Bound):
         if self.settings.simultaneous:
             self._add_together(clean, directions, parts)
             return
+        draws = self._draws(clean.records, directions)
         for i, (site, call, control) in enumerate(zip(self.forward.sites, clean.calls, self.controls, strict=True)):
-            signal = self.estimate(clean, i, directions, control)
+            signal = self.estimate(clean, i, draws, control)
             gradients = self._record_gradients(site, call, signal)
             if gradients is not None:
                 scale = (control.clip / flat_norm(gradients)).clamp(max=1)
@@ -176,16 +180,36 @@ class BoundPaper(Bound):
                 scale = (control.clip / site.norms(call, signal)).clamp(max=1)
                 self.coordinates[i].add(call, signal, scale, parts[i])
 
-    def estimate(self, clean: Clean, index: int, directions: Directions, control: Controls) -> Tensor:
+    def estimate(self, clean: Clean, index: int, draws: Iterator[Tensor], control: Controls) -> Tensor:
         """(records, dim): the mean over the repeats of z L(v + z) / sigma^2, z normal with standard deviation sigma."""
         site, call, sigma = self.forward.sites[index], clean.calls[index], control.sigma
-        signal = torch.zeros(clean.records, site.dim, device=self.device, dtype=self.dtype)
-        for repeats in self.repeat_chunks(self.row_bytes(site), clean.records, control.repeats):
-            z = directions.normal(repeats, clean.records, site.dim)
+        signal, done = torch.zeros(()), 0
+        while done < control.repeats:
+            z = next(draws)
             losses = self.forward.losses(clean, index, _perturbed(site, call, z, sigma))
-            z *= torch.nan_to_num(losses, nan=0, posinf=0, neginf=0).unsqueeze(2)
-            signal += z.sum(0) if repeats > 1 else z[0]
-        return signal.div_(control.repeats * sigma)
+            part = weighted(torch.nan_to_num(losses, nan=0, posinf=0, neginf=0).div_(control.repeats * sigma), z)
+            signal = part if done == 0 else signal.add_(part)
+            done += len(z)
+        return signal
+
+    def _draws(self, records: int, directions: Directions) -> Iterator[Tensor]:
+        """Standard normals, (repeats, records, dim), site by site; another thread draws the next while these are in use."""
+        shapes = self._shapes(records)
+        for shape, later in zip_longest(shapes, shapes[1:], fillvalue=()):
+            z = directions.normal(*shape)
+            directions.start(math.prod(later) if later else 0)
+            yield z
+
+    def _shapes(self, records: int) -> list[tuple[int, ...]]:
+        """Of what is drawn for so many records."""
+        return [
+            (part, records, site.dim)
+            for site, repeats in zip(self.forward.sites, self._now("repeats"), strict=True)
+            for part in self.repeat_chunks(self.row_bytes(site), records, int(repeats))
+        ]
+
+    def first_draw(self, records: int) -> int:
+        return 0 if self.settings.simultaneous else math.prod(self._shapes(records)[0])
 
     @staticmethod
     def _record_gradients(site: Site, call: Call, signal: Tensor) -> Tensor | None:
