@@ -80,9 +80,8 @@ class AffineRule(WeightLinearRule):
     def record_gradients(self, call: Call, signal: Tensor) -> Tensor | None:
         """(records, parameters): every record's own gradient, where that is smaller than the features and signals it is made of."""
         u = self.grouped(signal)
-        if "weight" in self.parameters and not _gradient_is_smaller(
-            u.shape[2], u.shape[3], numel(self.parameters["weight"].shape[1:])
-        ):
+        weight = self.parameters.get("weight")
+        if weight is not None and not _gradient_is_smaller(u.shape[2], u.shape[3], numel(weight.shape[1:])):
             return None
         parts = {"weight": lambda: self.weight_gradients(call.input, u), "bias": lambda: u.sum(2)}
         return torch.cat([parts[name]().flatten(1) for name in self.parameters], dim=1)

@@ -82,6 +82,10 @@ class Paper(Mechanism):
         return BoundPaper(self, forward, memory_limit=memory_limit, seed=seed)
 
 
+_DRAW = 2**18
+"""Draws are made together up to so many numbers: handing them to another thread has a cost of its own."""
+
+
 class Controls(NamedTuple):
     """What holds for one layer in one step."""
 
@@ -194,22 +198,30 @@ class BoundPaper(Bound):
 
     def _draws(self, records: int, directions: Directions) -> Iterator[Tensor]:
         """Standard normals, (repeats, records, dim), site by site; another thread draws the next while these are in use."""
-        shapes = self._shapes(records)
-        for shape, later in zip_longest(shapes, shapes[1:], fillvalue=()):
-            z = directions.normal(*shape)
-            directions.start(math.prod(later) if later else 0)
-            yield z
+        together = self._shapes(records)
+        for shapes, later in zip_longest(together, together[1:], fillvalue=()):
+            sizes = [math.prod(shape) for shape in shapes]
+            z = directions.normal(sum(sizes))
+            directions.start(sum(math.prod(shape) for shape in later))
+            for part, shape in zip(torch.split(z, sizes), shapes, strict=True):
+                yield part.view(shape)
 
-    def _shapes(self, records: int) -> list[tuple[int, ...]]:
-        """Of what is drawn for so many records."""
-        return [
-            (part, records, site.dim)
-            for site, repeats in zip(self.forward.sites, self._now("repeats"), strict=True)
-            for part in self.repeat_chunks(self.row_bytes(site), records, int(repeats))
-        ]
+    def _shapes(self, records: int) -> list[list[tuple[int, ...]]]:
+        """Of what is drawn for so many records; small draws are made together."""
+        together: list[list[tuple[int, ...]]] = []
+        room = 0
+        for site, repeats in zip(self.forward.sites, self._now("repeats"), strict=True):
+            for part in self.repeat_chunks(self.row_bytes(site), records, int(repeats)):
+                size = part * records * site.dim
+                if size > room:
+                    together.append([])
+                    room = _DRAW
+                together[-1].append((part, records, site.dim))
+                room -= size
+        return together
 
     def first_draw(self, records: int) -> int:
-        return 0 if self.settings.simultaneous else math.prod(self._shapes(records)[0])
+        return 0 if self.settings.simultaneous else sum(math.prod(shape) for shape in self._shapes(records)[0])
 
     @staticmethod
     def _record_gradients(site: Site, call: Call, signal: Tensor) -> Tensor | None:

@@ -38,14 +38,15 @@ class Covariance:
     def add_rows(self, rows: Tensor) -> None:
         """Add sum_r rows_r rows_r^T, rows (blocks, any number, width)."""
         if self.stays_thin(rows.shape[1]):
-            self._rows = torch.cat([self._rows, rows], dim=1)
+            self._rows = torch.cat([self._rows, rows], dim=1) if self._rows.shape[1] else rows
         else:
             self.add_matrix(rows.transpose(1, 2) @ rows)
 
     def add_matrix(self, matrix: Tensor) -> None:
-        if self._matrix is None:
-            self._matrix = self._rows.transpose(1, 2) @ self._rows
-        self._matrix += matrix
+        if self._rows.shape[1]:
+            matrix = matrix + self._rows.transpose(1, 2) @ self._rows
+            self._rows = self._rows[:, :0]
+        self._matrix = matrix if self._matrix is None else self._matrix + matrix
 
     def stays_thin(self, rows: int) -> bool:
         """Whether it is kept as rows, with so many more of them."""
