@@ -46,7 +46,7 @@ class AffineRule(WeightLinearRule):
         bound = row_norm(self._lengths(x).double() * _lengths(u)).to(signal.dtype)
         if positions == 1:
             return bound
-        if positions * (x.shape[3] + u.shape[3]) > x.shape[3] * u.shape[3]:  # the gradient is smaller than the Gram matrices
+        if _gradient_is_smaller(positions, u.shape[3], x.shape[3]):
             square = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
             if "weight" in self.parameters:
                 square = square + (u.transpose(2, 3) @ x).square().sum((1, 2, 3))
@@ -61,14 +61,35 @@ class AffineRule(WeightLinearRule):
         return not_cancelled(square.clamp_min(0).sqrt().to(bound.dtype), bound)
 
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
-        x, u = self.features(call.input), self.grouped(signal)
-        groups = x.shape[1]
+        u = self.grouped(signal)
         if "weight" in into:
-            buffer = into["weight"].view(groups, u.shape[3], x.shape[3])
-            for g in range(groups):
-                buffer[g].addmm_(u[:, g].reshape(-1, u.shape[3]).t(), x[:, g].reshape(-1, x.shape[3]))
+            buffer = into["weight"].view(u.shape[1], u.shape[3], -1)
+            if _gradient_is_smaller(u.shape[2], u.shape[3], buffer.shape[2]):
+                buffer += self.weight_gradients(call.input, u).sum(0)
+            else:
+                x = self.features(call.input)
+                for g in range(u.shape[1]):
+                    buffer[g].addmm_(u[:, g].reshape(-1, u.shape[3]).t(), x[:, g].reshape(-1, x.shape[3]))
         if "bias" in into:
             into["bias"] += u.sum((0, 2)).flatten()
+
+    def weight_gradients(self, x: Tensor, u: Tensor) -> Tensor:
+        """(records, groups, outputs, features): every record's own gradient, from the input and a grouped signal."""
+        return u.transpose(2, 3) @ self.features(x)
+
+    def record_gradients(self, call: Call, signal: Tensor) -> Tensor | None:
+        """(records, parameters): every record's own gradient, where that is smaller than the features and signals it is made of."""
+        u = self.grouped(signal)
+        weight = self.parameters.get("weight")
+        if weight is not None and not _gradient_is_smaller(u.shape[2], u.shape[3], numel(weight.shape[1:])):
+            return None
+        parts = {"weight": lambda: self.weight_gradients(call.input, u), "bias": lambda: u.sum(2)}
+        return torch.cat([parts[name]().flatten(1) for name in self.parameters], dim=1)
+
+
+def _gradient_is_smaller(positions: int, outputs: int, features: int) -> bool:
+    """Than the features and signals of all positions, and than their Gram matrices."""
+    return positions * (features + outputs) > features * outputs
 
 
 def _lengths(x: Tensor) -> Tensor:
@@ -76,7 +97,7 @@ def _lengths(x: Tensor) -> Tensor:
 
     They must not vanish: a record would pass as short.
     """
-    rows = x.flatten(2)
+    rows = (x if x.is_contiguous() else x.transpose(2, 3)).flatten(2)
     lengths = row_norm(rows)
     if lengths.numel():
         shortest, longest = torch.aminmax(lengths)
@@ -130,25 +151,84 @@ class ConvRule(AffineRule):
         return F.pad(x, twice, mode=mode) if any(twice) else x
 
     def features(self, x: Tensor) -> Tensor:
+        """A transposed view: along the positions memory is read and written in runs, which is ten times faster."""
+        conv = self.module
+        view = self._patches(x, conv.kernel_size, conv.stride)
+        border = 3 + len(conv.kernel_size)
+        return view.reshape(*view.shape[:2], numel(view.shape[2:border]), numel(view.shape[border:])).transpose(2, 3)
+
+    def _patches(self, x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        """View of the padded input: (records, groups, channels, *kernel, *positions)."""
         conv, x = self.module, self._padded(x)
-        spatial = x.shape[2:]
+        strides, dilation = x.stride()[2:], conv.dilation
         steps = [
-            (size - dilation * (kernel - 1) - 1) // stride + 1
-            for size, kernel, stride, dilation in zip(spatial, conv.kernel_size, conv.stride, conv.dilation, strict=True)
+            (size - d * (k - 1) - 1) // step + 1 for size, k, step, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)
         ]
-        strides = x.stride()[2:]
         channels = x.shape[1] // conv.groups
-        view = x.as_strided(
-            (x.shape[0], conv.groups, *steps, channels, *conv.kernel_size),
+        return x.as_strided(
+            (x.shape[0], conv.groups, channels, *kernel, *steps),
             (
                 x.stride(0),
                 x.stride(1) * channels,
-                *[s * step for s, step in zip(strides, conv.stride, strict=True)],
                 x.stride(1),
-                *[s * d for s, d in zip(strides, conv.dilation, strict=True)],
+                *[s * d for s, d in zip(strides, dilation, strict=True)],
+                *[s * step for s, step in zip(strides, stride, strict=True)],
             ),
         )
-        return view.reshape(x.shape[0], conv.groups, numel(steps), channels * numel(conv.kernel_size))
+
+    def _lines(self, x: Tensor) -> Tensor:
+        """View of the input, with patches along all axes but the first: (records, groups, channels, *taps, lines, *positions)."""
+        conv = self.module
+        return self._patches(x, (1, *conv.kernel_size[1:]), (1, *conv.stride[1:])).squeeze(3)
+
+    def weight_gradients(self, x: Tensor, u: Tensor) -> Tensor:
+        """By taps of the kernel along the first axis: they see the same lines of the image, which need not be copied for each."""
+        conv, lines = self.module, self._lines(x)
+        taps, stride, dilation = conv.kernel_size[0], conv.stride[0], conv.dilation[0]
+        records, groups, channels = lines.shape[:3]
+        rest, height, across = numel(conv.kernel_size[1:]), lines.shape[x.dim()], numel(lines.shape[x.dim() + 1 :])
+        lines = lines.reshape(records, groups, channels * rest, height, across)
+        seen = 1 + stride * (u.shape[2] // across - 1)
+        gradients = u.new_empty(records, groups, u.shape[3], channels, taps, rest)
+        for a in range(taps):
+            tap = lines[:, :, :, a * dilation : a * dilation + seen : stride].flatten(3)
+            gradients[..., a, :] = (u.transpose(2, 3) @ tap.transpose(2, 3)).view(*gradients.shape[:4], rest)
+        return gradients.flatten(3)
+
+    def second_moment(self, x: Tensor) -> Tensor:
+        """(groups, features, features): the sum of f f^T over the patches f of all records.
+
+        A product of two taps of the kernel along the first axis is one of two lines of the image, and for taps equally far apart
+        these are the same lines but for a few at the borders.
+        """
+        conv = self.module
+        taps, dilation = conv.kernel_size[0], conv.dilation[0]
+        if conv.stride[0] > 1:
+            f = self.features(x).transpose(0, 1).flatten(1, 2)
+            return f.transpose(1, 2) @ f
+        lines = self._lines(x).movedim(0, x.dim())  # behind the lines: those of all records are one matrix
+        groups, channels, rest, height = *lines.shape[:2], numel(conv.kernel_size[1:]), lines.shape[x.dim() - 1]
+        lines = lines.reshape(groups, channels * rest, height, -1)
+        positions = height - dilation * (taps - 1)
+
+        def product(start: int, end: int, apart: int) -> Tensor:
+            left, right = lines[:, :, start:end].flatten(2), lines[:, :, start + apart : end + apart].flatten(2)
+            return left @ right.transpose(1, 2)
+
+        moment = x.new_empty(groups, channels, taps, rest, channels, taps, rest)
+        for between in range(taps):
+            apart, last = between * dilation, (taps - 1 - between) * dilation
+            shared = product(last, positions, apart) if last < positions else 0
+            for a in range(taps - between):
+                first = a * dilation
+                if last < positions:
+                    block = shared + product(first, last, apart) + product(positions, first + positions, apart)
+                else:
+                    block = product(first, first + positions, apart)
+                block = block.view(groups, channels, rest, channels, rest)
+                moment[:, :, a, :, :, a + between] = block
+                moment[:, :, a + between, :, :, a] = block.permute(0, 3, 4, 1, 2)
+        return moment.view(groups, channels * taps * rest, -1)
 
     def grouped(self, output: Tensor) -> Tensor:
         groups = self.module.groups

@@ -42,7 +42,8 @@ def check_spaces(space: object, subspace: object) -> None:
 
 def weighted(factors: Tensor, z: Tensor) -> Tensor:
     """(records, dim): the sum over repeats of factors (repeats, records) times z (repeats, records, dim), which is overwritten."""
-    return z.mul_(factors.unsqueeze(2)).sum(0)
+    z *= factors.unsqueeze(2)
+    return z.sum(0) if len(z) > 1 else z[0]
 
 
 class Mechanism(ABC):

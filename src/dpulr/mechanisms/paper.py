@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 from dpulr.accounting.events import PaperRelease
 from dpulr.forward.replay import Clean, Forward, HookedForward, Move, TracedForward
-from dpulr.forward.sites import Space
+from dpulr.forward.sites import Site, Space
+from dpulr.forward.synthetic import count
+from dpulr.layers import Call
+from dpulr.layers.affine import AffineRule
 from dpulr.layers.base import flat_norm
 from dpulr.mechanisms.base import Bound, Guarantee, Mechanism, check_spaces, weighted
 from dpulr.mechanisms.paper_covariance import Covariance, RowBlocks, blocks_of
@@ -131,23 +134,31 @@ class BoundPaper(Bound):
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def total(self, inputs: Any, targets: Any, directions: Directions) -> Tensor:
-        """Sum of the clipped gradients. The controller needs the clean losses and Jacobians of the whole batch first."""
+        """Sum of the clipped gradients. To choose sigma, the controller needs the clean losses and Jacobians of the whole batch."""
         chunks = list(self.record_chunks(inputs, targets))
         stds = self.target_stds()
         covariances = [Covariance(blocks, self.dtype, self.device) for blocks in self.blocks]
+        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+        parts = self._parts(total)
+        at_once = self.settings.remedy == "extra-noise" and len(chunks) > 1  # sigma is given: one clean pass does for both
+        if at_once:
+            self._control(stds, covariances)
         clean = None
         for chunk in chunks:
+            if at_once:
+                directions.plan(self.draws(count(chunk[1])))
             clean = self.forward.surviving(*chunk)
             if clean is not None:
                 for blocks, call, covariance, std in zip(self.blocks, clean.calls, covariances, stds, strict=True):
                     if std > 0:
                         blocks.add(call, clean.losses, covariance)
-        self._control(stds, covariances)
+                if at_once:
+                    self.add(clean, directions, parts)
+        if not at_once:
+            self._control(stds, covariances)
         self._spectra = Thread(target=_decompose, args=([c for c in self._extra if c is not None],), daemon=True)
         self._spectra.start()  # the passes do not need them
-        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
-        parts = self._parts(total)
-        for chunk in chunks:
+        for chunk in () if at_once else chunks:
             if len(chunks) > 1:
                 clean = self.forward.surviving(*chunk)
             if clean is not None:
@@ -170,8 +181,13 @@ class BoundPaper(Bound):
             return
         for i, (site, call, control) in enumerate(zip(self.forward.sites, clean.calls, self.controls, strict=True)):
             signal = self.estimate(clean, i, directions, control)
-            scale = (control.clip / site.norms(call, signal)).clamp(max=1)
-            self.coordinates[i].add(call, signal, scale, parts[i])
+            gradients = self._record_gradients(site, call, signal)
+            if gradients is not None:
+                scale = (control.clip / flat_norm(gradients)).clamp(max=1)
+                site.add_weight_signal(gradients, scale, parts[i])
+            else:
+                scale = (control.clip / site.norms(call, signal)).clamp(max=1)
+                self.coordinates[i].add(call, signal, scale, parts[i])
 
     def estimate(self, clean: Clean, index: int, directions: Directions, control: Controls) -> Tensor:
         """(records, dim): the mean over the repeats of z L(v + z) / sigma^2, z normal with standard deviation sigma."""
@@ -179,9 +195,16 @@ class BoundPaper(Bound):
         signal = torch.zeros(clean.records, site.dim, device=self.device, dtype=self.dtype)
         for repeats in self.repeat_chunks(self.row_bytes(site), clean.records, control.repeats):
             z = directions.normal(repeats, clean.records, site.dim)
-            losses = self.forward.losses(clean, index, site.perturbed(call, sigma * z))
+            losses = self.forward.losses(clean, index, _perturbed(site, call, z, sigma))
             signal += weighted(torch.where(torch.isfinite(losses), losses, 0), z)
         return signal.div_(control.repeats * sigma)
+
+    @staticmethod
+    def _record_gradients(site: Site, call: Call, signal: Tensor) -> Tensor | None:
+        """(records, parameters), where it pays to make them: then they serve both the norms and the sum."""
+        if site.space == "output" and isinstance(site.rule, AffineRule):
+            return site.rule.record_gradients(call, signal.view(-1, *site.output_shape))
+        return None
 
     def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
         """The sum, with extra noise along the eigenvectors where the remedy asks for it, over N_B."""
@@ -306,6 +329,13 @@ def _decompose(covariances: list[Covariance]) -> None:
     with torch.inference_mode(), suppress(Exception):
         for covariance in covariances:
             covariance.decomposed()
+
+
+def _perturbed(site: Site, call: Call, z: Tensor, sigma: float) -> Tensor:
+    """`site.perturbed` by sigma * z, in one go where that is a sum."""
+    if site.space == "output":
+        return torch.add(call.output, z.view(*z.shape[:2], *site.output_shape), alpha=sigma)
+    return site.perturbed(call, sigma * z)
 
 
 def _by_record(rows: Tensor, records: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dpulr.forward.sites import Site
 from dpulr.layers import Call
-from dpulr.layers.affine import AffineRule
+from dpulr.layers.affine import AffineRule, ConvRule
 from dpulr.layers.base import numel
 from dpulr.layers.embedding import EmbeddingRule
 from dpulr.layers.norm import ScaleRule
@@ -37,15 +37,20 @@ class Covariance:
 
     def add_rows(self, rows: Tensor) -> None:
         """Add sum_r rows_r rows_r^T, rows (blocks, any number, width)."""
-        if self._matrix is None:
-            if self._rows.shape[1] + rows.shape[1] < self.width:
-                self._rows = torch.cat([self._rows, rows], dim=1)
-                return
-            self._matrix = self._rows.transpose(1, 2) @ self._rows
-        self._matrix.baddbmm_(rows.transpose(1, 2), rows)
+        if self.stays_thin(rows.shape[1]):
+            self._rows = torch.cat([self._rows, rows], dim=1) if self._rows.shape[1] else rows
+        else:
+            self.add_matrix(rows.transpose(1, 2) @ rows)
 
     def add_matrix(self, matrix: Tensor) -> None:
+        if self._rows.shape[1]:
+            matrix = matrix + self._rows.transpose(1, 2) @ self._rows
+            self._rows = self._rows[:, :0]
         self._matrix = matrix if self._matrix is None else self._matrix + matrix
+
+    def stays_thin(self, rows: int) -> bool:
+        """Whether it is kept as rows, with so many more of them."""
+        return self.thin and self._rows.shape[1] + rows < self.width
 
     @property
     def thin(self) -> bool:
@@ -170,6 +175,24 @@ class AffineBlocks(RowBlocks):
 
     def signals(self, u: Tensor) -> Tensor:
         return self.rule.grouped(u)
+
+    def add(self, call: Call, losses: Tensor, covariance: Covariance) -> None:
+        """Patches of a convolution are many: their second moment is added without them."""
+        positions = numel(call.output.shape[2:])
+        if not isinstance(self.rule, ConvRule) or self.inner == 0 or covariance.stays_thin(call.records * positions):
+            super().add(call, losses, covariance)
+            return
+        x = call.input * losses.view(-1, *[1] * (call.input.dim() - 1))
+        if not bool(torch.isfinite(x.sum())):
+            bad = ~torch.isfinite(x).flatten(1).all(1) | ~torch.isfinite(losses)
+            x, losses = x.masked_fill(bad.view(-1, *[1] * (x.dim() - 1)), 0), losses.masked_fill(bad, 0)
+        moment = self.rule.second_moment(x)
+        if "bias" in self.shapes:
+            mean = torch.tensordot(losses, x, 1).unsqueeze(0)
+            ones = self.rule.features(mean)[0].sum(1, keepdim=True)
+            corner = (losses.square().sum() * positions).expand(self.count, 1, 1)
+            moment = torch.cat([torch.cat([moment, ones.transpose(1, 2)], 2), torch.cat([ones, corner], 2)], 1)
+        covariance.add_matrix(moment)
 
     def pack(self, views: Views) -> Tensor:
         parts = [views[name].reshape(self.count, self.copies, -1) for name in ("weight", "bias") if name in views]
