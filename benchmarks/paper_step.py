@@ -1,10 +1,12 @@
 """Where a step of `paper` goes: forward passes, privacy controller, extra noise, as CPU time, so that load does not matter.
 
-python benchmarks/paper_step.py
+python benchmarks/paper_step.py            # MLP, MNIST, K = 16
+python benchmarks/paper_step.py resnet5    # CIFAR-10 shapes, K = 4
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -13,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.mechanisms.paper import BoundPaper
-from dpulr.mechanisms.paper_covariance import Covariance
+from dpulr.mechanisms.paper_covariance import AffineBlocks, Covariance
 
-STEPS, REPEATS = 40, 16
+WARM = 2
 
 
 def timed(owner: Any, name: str, label: str, spent: dict[str, float]) -> None:
@@ -40,39 +43,45 @@ def timed(owner: Any, name: str, label: str, spent: dict[str, float]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    train, _ = dpulr.data.load("mnist")
+    images = sys.argv[1:] == ["resnet5"]
+    repeats, steps, batches = (4, 2, (1_000,)) if images else (16, 40, (64, 200, 500))
+    train: Any
+    if images:
+        train = TensorDataset(torch.randn(4_000, 3, 32, 32), torch.randint(10, (4_000,)))
+    else:
+        train, _ = dpulr.data.load("mnist")
     spent: dict[str, float] = defaultdict(float)
     timed(BoundPaper, "estimate", "forward passes", spent)
     timed(BoundPaper, "_control", "controller", spent)
-    timed(Covariance, "add_rows", "controller", spent)
-    timed(Covariance, "add_matrix", "controller", spent)
+    timed(AffineBlocks, "add", "controller", spent)
     timed(Covariance, "decomposed", "eigenvectors", spent)
     timed(BoundPaper, "release", "extra noise", spent)
-    print("milliseconds a step, K = 16, MLP, MNIST; forward passes include drawing the perturbations; eigenvectors run beside them")
-    print("| batch | main thread | forward passes | covariance | extra noise | rest | eigenvectors, other thread |")
-    print("|---|---|---|---|---|---|---|")
-    for batch in (64, 200, 500):
-        model = dpulr.models.mlp(seed=0)
+    print(f"CPU milliseconds a step, K = {repeats}; normals are drawn and eigenvectors computed by other threads")
+    print("| batch | all | main thread | forward passes | covariance | extra noise | rest | eigenvectors | normals |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for batch in batches:
+        model: nn.Module = dpulr.models.resnet5(seed=0) if images else dpulr.models.mlp(seed=0)
         engine = dpulr.PrivacyEngine(
             model,
             torch.optim.Adam(model.parameters(), lr=0.01),
             train,
             nn.CrossEntropyLoss(reduction="none"),
-            mechanism=dpulr.Paper(target_std=4.0, repeats=REPEATS, sigma=1.0, remedy="extra-noise"),
+            mechanism=dpulr.Paper(target_std=4.0, repeats=repeats, sigma=1.0, remedy="extra-noise"),
             batch_size=batch,
-            steps=STEPS + 5,
+            steps=steps + WARM,
             sampling="shuffle",
         )
-        start = 0.0
+        start = start_all = 0.0
         for inputs, targets in engine.batches():
-            if engine.steps_taken == 5:
+            if engine.steps_taken == WARM:
                 spent.clear()
-                start = time.thread_time()
+                start, start_all = time.thread_time(), time.process_time()
             engine.step(inputs, targets)
-        whole = time.thread_time() - start
+        whole, everything = time.thread_time() - start, time.process_time() - start_all
         parts = [spent[name] for name in ("forward passes", "controller", "extra noise")]
-        cells = [f"{1e3 * value / STEPS:.1f}" for value in (whole, *parts, whole - sum(parts))]
-        print(f"| {batch} | {' | '.join(cells)} | {1e3 * spent['eigenvectors'] / STEPS:.1f} |")
+        beside = spent["eigenvectors"]
+        columns = (everything, whole, *parts, whole - sum(parts), beside, everything - whole - beside)
+        print(f"| {batch} | {' | '.join(f'{1e3 * value / steps:.1f}' for value in columns)} |")
 
 
 if __name__ == "__main__":

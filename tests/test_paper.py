@@ -38,6 +38,19 @@ def convolutions() -> nn.Module:
     )
 
 
+def images() -> nn.Module:
+    """Convolutions whose gradients are smaller than their patches, so that they are made record by record."""
+    return nn.Sequential(
+        nn.Linear(5, 36),
+        nn.Unflatten(1, (1, 6, 6)),
+        nn.Conv2d(1, 2, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(2, 2, (3, 2), stride=(1, 2), dilation=(2, 1), padding=(2, 0), groups=2),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+
+
 class Residual(nn.Module):
     """A branch beside the first layer, and one around the last."""
 
@@ -186,7 +199,7 @@ def check_step(make: Any, settings: dpulr.Paper, std: float, *, threshold: int =
 BASE: dict[str, Any] = {"repeats": 3, "max_grad_norm": 0.7, "sigma": 0.4}
 
 
-@pytest.mark.parametrize("make", [mlp, convolutions, Residual])
+@pytest.mark.parametrize("make", [mlp, convolutions, images, Residual])
 @pytest.mark.parametrize("simultaneous", [False, True])
 @pytest.mark.parametrize("remedy", ["auto", "extra-noise"])
 @pytest.mark.filterwarnings("ignore:the batch's gradients have no noise")
@@ -264,7 +277,7 @@ def bound_for(make: Any, settings: dpulr.Paper, records: int, **more: Any) -> tu
     return bound, x, y
 
 
-@pytest.mark.parametrize("make", [mlp, convolutions, Residual])
+@pytest.mark.parametrize("make", [mlp, convolutions, images, Residual])
 @pytest.mark.parametrize("records", [2, 4, 40])
 @pytest.mark.filterwarnings("ignore:the batch's gradients have no noise")
 def test_the_spectrum_is_that_of_the_dense_matrix(make: Any, records: int) -> None:
@@ -321,6 +334,35 @@ def test_chunks_of_records_change_nothing() -> None:
         controls.append([control.sigma for control in bound.controls])
     assert len(list(bound.record_chunks(x, y))) > 1
     assert controls[0] == pytest.approx(controls[1])
+
+
+@pytest.mark.parametrize("make", [mlp, images])
+def test_given_sigma_one_clean_pass_does(make: Any) -> None:
+    """With extra noise chunks are observed and estimated in one go; the covariance is that of the whole batch."""
+    found = []
+    for limit in (None, 300_000 if make is images else 20_000):
+        bound, x, y = bound_for(make, dpulr.Paper(**BASE, remedy="extra-noise"), 60, memory_limit=limit)
+        with torch.inference_mode():
+            bound.total(x, y, RandomSource(5).directions(CPU, torch.float64))
+            found.append([c.decomposed()[0] for c in bound._extra if c is not None])
+    assert len(list(bound.record_chunks(x, y))) > 1
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_records_that_are_not_finite_add_nothing_to_a_convolution(bad: float) -> None:
+    bound, x, y = bound_for(images, dpulr.Paper(**BASE, remedy="extra-noise"), 6)
+    found = []
+    with torch.inference_mode():
+        for records in (x[:5], torch.cat([x[:5], torch.full_like(x[:1], bad)])):
+            clean = bound.forward.clean(records, y[: len(records)])
+            covariances = [Covariance(blocks, bound.dtype, CPU) for blocks in bound.blocks]
+            for blocks, call, covariance in zip(bound.blocks, clean.calls, covariances, strict=True):
+                blocks.add(call, clean.losses, covariance)
+            found.append([covariance.decomposed()[0] for covariance in covariances[1:]])
+        total = bound.total(records, y[:6], RandomSource(5).directions(CPU, torch.float64))
+    torch.testing.assert_close(found[0][:2], found[1][:2])
+    assert bool(torch.isfinite(total).all())
 
 
 def test_lacking_rank_is_reported_by_name() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpulr.forward.sites import Layer, Site
 from dpulr.layers import Call, LayerRule, register, rule_for
-from dpulr.layers.affine import LinearRule
+from dpulr.layers.affine import ConvRule, LinearRule
 from dpulr.layers.base import flat_norm
 
 
@@ -322,3 +322,26 @@ def test_gains_of_tiny_and_huge_records_are_right() -> None:
         x = torch.full((2, 4), size)
         gains = rule_for(layer, dict(layer.named_parameters())).gains(Call((x,), {}, torch.zeros(2, 3)))
         assert gains.tolist() == pytest.approx([2 * size] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("conv", "shape"),
+    [
+        (nn.Conv1d(2, 3, 5), (2, 6)),
+        (nn.Conv2d(3, 4, 3, padding=1), (3, 8, 7)),
+        (nn.Conv2d(4, 4, (3, 2), padding=(2, 1), dilation=(2, 1), groups=2), (4, 9, 6)),
+        (nn.Conv2d(4, 4, 3, stride=2, groups=2), (4, 9, 9)),
+        (nn.Conv2d(4, 4, 3, stride=(1, 2)), (4, 9, 9)),
+        (nn.Conv2d(2, 3, 3, dilation=2), (2, 5, 6)),
+        (nn.Conv3d(2, 3, 3, padding=1, padding_mode="circular"), (2, 4, 4, 5)),
+    ],
+)
+def test_lines_of_an_image_do_for_its_patches(conv: nn.Module, shape: tuple[int, ...]) -> None:
+    """Second moments and gradients from lines, against all patches written out."""
+    torch.manual_seed(0)
+    conv.double()
+    rule = ConvRule(conv, dict(conv.named_parameters()))
+    x = torch.randn(5, *shape, dtype=torch.float64)
+    patches, signal = rule.features(x), rule.grouped(torch.randn_like(conv(x)))
+    torch.testing.assert_close(rule.second_moment(x), torch.einsum("ngpf,ngph->gfh", patches, patches))
+    torch.testing.assert_close(rule.weight_gradients(x, signal), torch.einsum("ngpo,ngpf->ngof", signal, patches))
