@@ -56,13 +56,28 @@ def _fresh() -> np.random.SFC64:
     return np.random.SFC64(np.random.SeedSequence(secrets.randbits(256), pool_size=8))
 
 
-def _after_fork() -> None:
-    for generator in _secret:
-        generator.bit_generator.state = _fresh().state
+_held: list[SecretGenerator] = []
+
+
+def _before_fork() -> None:
+    """Wait for threads that are drawing: the lock of a generator in use would stay locked in the new process for ever."""
+    _held.extend(_secret)
+    for generator in _held:
+        generator.bit_generator.lock.acquire()
+
+
+def _after_fork(new: bool) -> None:
+    for generator in _held:
+        generator.bit_generator.lock.release()
+        if new:
+            generator.bit_generator.state = _fresh().state
+    _held.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=lambda: _after_fork(new=False), after_in_child=lambda: _after_fork(new=True)
+    )
 
 
 class Ahead:
