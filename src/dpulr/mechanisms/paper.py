@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from dpulr.accounting.events import PaperRelease
 from dpulr.forward.replay import Clean, Forward, HookedForward, Move, TracedForward
 from dpulr.forward.sites import Site, Space
-from dpulr.forward.synthetic import count
 from dpulr.layers import Call
 from dpulr.layers.affine import AffineRule
 from dpulr.layers.base import flat_norm
@@ -104,7 +102,6 @@ class BoundPaper(Bound):
         self.controls: list[Controls] = []
         """What the controller decided in this step, layer by layer. It depends on the batch: nothing covers it."""
         self._extra: list[Covariance | None] = []
-        self._spectra = Thread()
         self._warned: set[str] = set()
         self._joint: Forward = self._check_simultaneous() if settings.simultaneous else forward
 
@@ -145,8 +142,6 @@ class BoundPaper(Bound):
             self._control(stds, covariances)
         clean = None
         for chunk in chunks:
-            if at_once:
-                directions.plan(self.draws(count(chunk[1])))
             clean = self.forward.surviving(*chunk)
             if clean is not None:
                 for blocks, call, covariance, std in zip(self.blocks, clean.calls, covariances, stds, strict=True):
@@ -156,24 +151,12 @@ class BoundPaper(Bound):
                     self.add(clean, directions, parts)
         if not at_once:
             self._control(stds, covariances)
-        self._spectra = Thread(target=_decompose, args=([c for c in self._extra if c is not None],), daemon=True)
-        self._spectra.start()  # the passes do not need them
         for chunk in () if at_once else chunks:
             if len(chunks) > 1:
                 clean = self.forward.surviving(*chunk)
             if clean is not None:
-                directions.plan(self.draws(clean.records))
                 self.add(clean, directions, parts)
         return total
-
-    def draws(self, records: int) -> list[int]:
-        if self.settings.simultaneous:
-            return []
-        return [
-            repeats * records * site.dim
-            for site, control in zip(self.forward.sites, self.controls, strict=True)
-            for repeats in self.repeat_chunks(self.row_bytes(site), records, control.repeats)
-        ]
 
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
         if self.settings.simultaneous:
@@ -208,8 +191,6 @@ class BoundPaper(Bound):
 
     def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
         """The sum, with extra noise along the eigenvectors where the remedy asks for it, over N_B."""
-        if self._spectra.ident is not None:
-            self._spectra.join()
         release = total.clone()
         sizes = self._now("rejection_threshold") if "rejection_threshold" in self._schedules else (denominator,) * len(self.blocks)
         everything = zip(self._parts(release), self._parts(noise), self.blocks, self.controls, self._extra, sizes, strict=True)
@@ -322,13 +303,6 @@ class BoundPaper(Bound):
         if all(layer.name in replayed for layer in forward.layers[1:]):
             return forward
         return HookedForward(forward.model, forward.loss_fn, forward.layers)
-
-
-def _decompose(covariances: list[Covariance]) -> None:
-    """Ahead of time, in another thread. What fails here fails again, and is seen, where it is needed."""
-    with torch.inference_mode(), suppress(Exception):
-        for covariance in covariances:
-            covariance.decomposed()
 
 
 def _perturbed(site: Site, call: Call, z: Tensor, sigma: float) -> Tensor:
