@@ -67,6 +67,14 @@ def memory_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def depth(curve: dict[str, Any]) -> str:
+    """What a step costs in forward passes, taking a plain step (forward and backward) for three of them."""
+    lines = ["| layers | hidden-direction, ms | plain SGD, ms | in forward passes | bound |", "|---|---|---|---|---|"]
+    for layers, hidden, plain in zip(curve["values"], curve["hidden"], curve["plain"], strict=True):
+        lines.append(f"| {layers} | {1e3 * hidden:.3g} | {1e3 * plain:.3g} | {3 * hidden / plain:.3g} | {1 + layers} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     results = json.loads(Path("results/bench.json").read_text())
     images = Path("docs/images")
@@ -77,6 +85,7 @@ def main() -> None:
         "goals": report_goals(results["seconds_a_step"])[0],
         "steps": table(results["seconds_a_step"]),
         "memory": memory_table(results["memory"]),
+        "depth": depth(results["growth"]["layers"]),
         "start": f"First step {start['first_step_seconds']:.2f} s after torch is imported; sampling takes "
         f"{start['sampling_share']:.1%} of a step (60,000 records, batches of 500).",
     }
