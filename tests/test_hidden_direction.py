@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 import dpulr
 from dpulr.accounting.events import HiddenSite
 from dpulr.forward.prepare import prepare
+from dpulr.layers.affine import LinearRule
 from dpulr.mechanisms.base import ROUNDING
 from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
 from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
@@ -488,6 +489,45 @@ def test_subspace_release_lifts_to_the_gradient_of_the_full_space() -> None:
 
 
 # --- the exact last layer -------------------------------------------------------------------------------------------------
+def test_a_rule_whose_gains_do_not_tell_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule of a user may give a finite gain to a record with an infinite input: it must add nothing, not NaN."""
+    model, dataset = nn.Sequential(nn.Linear(4, 3)), TensorDataset(torch.randn(6, 4), torch.zeros(6).long())
+    dataset.tensors[0][2, 1] = math.inf
+    monkeypatch.setattr(LinearRule, "gains", lambda rule, call: torch.full((call.records,), 10.0))
+    monkeypatch.setattr(LinearRule, "gains_tell", False)
+    engine = dpulr.PrivacyEngine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset,
+        nn.CrossEntropyLoss(reduction="none"),
+        mechanism=dpulr.HiddenDirection(),
+        batch_size=6,
+        steps=1,
+        noise_multiplier=1.0,
+    )
+    for batch in engine.batches():
+        engine.step(*batch)
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def test_a_model_of_one_exact_layer_trains() -> None:
+    model, dataset = nn.Sequential(nn.Linear(4, 3)), TensorDataset(torch.randn(50, 4), torch.randint(0, 3, (50,)))
+    engine = dpulr.PrivacyEngine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset,
+        nn.CrossEntropyLoss(reduction="none"),
+        mechanism=dpulr.HiddenDirection(last_layer="exact"),
+        batch_size=25,
+        steps=2,
+        target_epsilon=1.0,
+    )
+    before = model[0].weight.detach().clone()
+    for batch in engine.batches():
+        engine.step(*batch)
+    assert not torch.equal(model[0].weight, before)
+
+
 def test_exact_last_layer_is_the_clipped_gradient() -> None:
     model = mlp()
     mechanism = bound(model, dpulr.HiddenDirection(last_layer="exact", subspace=None, layer_weights=(1.0, 0.3)))

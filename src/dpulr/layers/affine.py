@@ -20,6 +20,7 @@ class AffineRule(WeightLinearRule):
     """Output space of `features @ weight.T + bias`, in groups (a linear layer has one)."""
 
     handles = frozenset({"weight", "bias"})
+    gains_tell = True
 
     def features(self, x: Tensor) -> Tensor:
         """(records, groups, positions, features)."""

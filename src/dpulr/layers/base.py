@@ -57,6 +57,8 @@ class LayerRule:
     """Names of the parameters that the rule knows; None: any."""
     shares_positions: ClassVar[bool] = False
     """True if a signal may be expressed in a smaller basis of the output's last axis (a public subspace)."""
+    gains_tell: ClassVar[bool] = False
+    """True if a record's gain is finite only if all that makes its gradient is: it is then not looked at once more."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.module = module
@@ -111,10 +113,7 @@ class LayerRule:
         raise TypeError(f"{type(self.module).__name__} has no output space")
 
     def gains(self, call: Call) -> Tensor:
-        """For each record an upper bound of ||J_i||: how much longer than its signal its gradient can be.
-
-        Not finite for a record whose J_i is not.
-        """
+        """For each record an upper bound of ||J_i||: how much longer than its signal its gradient can be."""
         raise TypeError(f"{type(self.module).__name__} has no output space")
 
     def factor(self, call: Call) -> Tensor:

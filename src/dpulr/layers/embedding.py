@@ -12,6 +12,7 @@ class EmbeddingRule(WeightLinearRule):
     """Two positions with the same token share a row, so norms and gains count how often a token comes."""
 
     handles = frozenset({"weight"})
+    gains_tell = True  # tokens are whole numbers
     module: nn.Embedding
 
     def _tokens(self, call: Call) -> Tensor:

@@ -16,6 +16,7 @@ class ScaleRule(WeightLinearRule):
     """Output space and weight space of `normalised * weight + bias`."""
 
     handles = frozenset({"weight", "bias"})
+    gains_tell = True
 
     def normalised(self, x: Tensor) -> Tensor:
         """The layer's output with weight 1 and bias 0."""

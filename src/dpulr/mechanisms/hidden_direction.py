@@ -99,6 +99,7 @@ class BoundHiddenDirection(Bound):
         self._bytes = [self.signs * settings.frames * max(self.row_bytes(forward.sites[i]) for i in group) for group in self.groups]
         self.hidden = range(len(forward.sites) - (self.exact is not None))
         """The sites that hide their directions."""
+        self._gains_tell = all(forward.sites[i].rule.gains_tell for i in self.hidden)
         self.weights: tuple[float, ...] = ()
         self._bounds = torch.empty(0)
         self._overlaps = torch.ones(self.size, device=self.device, dtype=self.dtype)
@@ -156,16 +157,20 @@ class BoundHiddenDirection(Bound):
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
-        gains = torch.stack([self.forward.sites[i].gains(clean.calls[i]) for i in self.hidden])
-        scales = (self._bounds / gains).nan_to_num_(0, 0, 0)
-        finite = math.isfinite(gains.sum().item())
-        for group, estimate in zip(self.groups, self.estimates(clean, directions), strict=False):
-            for i, signal in zip(group, self._shares(group, estimate), strict=True):
-                self.coordinates[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite)
+        if self.hidden:
+            self._add_hidden(clean, directions, parts)
         if self.exact is not None:
             site, call, signal = self.forward.sites[-1], clean.calls[-1], self.differences(clean, self.groups[-1][0])
             scale = (ROUNDING * self.weights[-1] / site.norms(call, signal)).clamp(max=1)
             self.coordinates[-1].add(call, signal, scale, parts[-1])
+
+    def _add_hidden(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
+        gains = torch.stack([self.forward.sites[i].gains(clean.calls[i]) for i in self.hidden])
+        scales = (self._bounds / gains).nan_to_num_(0, 0, 0)
+        finite = self._gains_tell and math.isfinite(gains.sum().item())
+        for group, estimate in zip(self.groups, self.estimates(clean, directions), strict=False):
+            for i, signal in zip(group, self._shares(group, estimate), strict=True):
+                self.coordinates[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite)
 
     def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
         """Undo the mean overlap and lift the release: C_l times the mean of gradients normalised in the subspace, plus noise.
