@@ -50,6 +50,9 @@ def draw(study: str, file: Path, picture: Path) -> None:
         best = [max(columns) for row in table.PAPER.values() for columns in row.values()]
         axis.plot(chosen.epsilons, best, "x", color=PAPER, label="the better of the paper's two columns")
     axis.set_xscale("log")
+    if study != "mnist":
+        axis.set_xticks(chosen.epsilons, [f"{epsilon:g}" for epsilon in chosen.epsilons])
+        axis.minorticks_off()
     axis.set_xlabel("epsilon (delta = 1e-5)")
     axis.set_ylabel("test accuracy (%)")
     axis.grid(alpha=0.25)
