@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 
 import torch
-from paper_step import timed
+from timing import stepped, timed
 from torch import nn
 
 import dpulr
@@ -58,13 +58,7 @@ def main() -> None:
             steps=steps + WARM,
             noise_multiplier=1.0,
         )
-        start = 0.0
-        for inputs, targets in engine.batches():
-            if engine.steps_taken == WARM:
-                spent.clear()
-                start = time.thread_time()
-            engine.step(inputs, targets)
-        whole = time.thread_time() - start
+        whole = stepped(engine, WARM, time.thread_time, spent)
         shares = [spent[label] / whole for label in PARTS]
         cells = [f"{share:.0%}" for share in [*shares, 1 - sum(shares)]]
         print(f"| {repeats} | {batch} | {1e3 * whole / steps:.2f} | " + " | ".join(cells) + " |")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing import stepped, timed
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -21,21 +21,6 @@ from dpulr.mechanisms.paper import BoundPaper
 from dpulr.mechanisms.paper_covariance import AffineBlocks, Covariance
 
 WARM = 2
-
-
-def timed(owner: Any, name: str, label: str, spent: dict[str, float]) -> None:
-    """Count what a method takes, without what timed methods inside it take."""
-    inner: Callable[..., Any] = getattr(owner, name)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        before, start = spent["all timed"], time.thread_time()
-        result = inner(*args, **kwargs)
-        own = time.thread_time() - start - (spent["all timed"] - before)
-        spent[label] += own
-        spent["all timed"] += own
-        return result
-
-    setattr(owner, name, method)
 
 
 def main() -> None:
@@ -68,13 +53,7 @@ def main() -> None:
             steps=steps + WARM,
             sampling="shuffle",
         )
-        start = 0.0
-        for inputs, targets in engine.batches():
-            if engine.steps_taken == WARM:
-                spent.clear()
-                start = time.process_time()
-            engine.step(inputs, targets)
-        whole = time.process_time() - start
+        whole = stepped(engine, WARM, time.process_time, spent)
         parts = [spent[name] for name in ("forward passes", "controller", "eigenvectors", "extra noise")]
         columns = (whole, *parts, whole - sum(parts))
         print(f"| {batch} | {' | '.join(f'{1e3 * value / steps:.1f}' for value in columns)} |")

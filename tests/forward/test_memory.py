@@ -35,6 +35,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
 }
 
 
+def peak_of_a_step(engine: dpulr.PrivacyEngine) -> int:
+    """Beside model, batch and gradients."""
+    batch, model = next(engine.batches()), engine.model
+    with LiveBytes(list(model.parameters()), list(model.buffers()), batch, engine._gradients) as live:
+        engine.step(*batch)
+    return live.peak
+
+
 def peak(name: str, limit: int, dtype: torch.dtype = torch.float32) -> int:
     make, shape, settings = MODELS[name]
     torch.manual_seed(0)
@@ -50,10 +58,7 @@ def peak(name: str, limit: int, dtype: torch.dtype = torch.float32) -> int:
         noise_multiplier=1.0,
         memory_limit=limit,
     )
-    batch = next(engine.batches())
-    with LiveBytes(list(model.parameters()), list(model.buffers()), batch, engine._gradients) as live:
-        engine.step(*batch)
-    return live.peak
+    return peak_of_a_step(engine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -109,10 +114,7 @@ def test_passes_for_all_layers_at_once_stay_below_the_limit(name: str, settings:
             noise_multiplier=1.0,
             memory_limit=limit,
         )
-        batch = next(engine.batches())
-        with LiveBytes(list(model.parameters()), list(model.buffers()), batch, engine._gradients) as live:
-            engine.step(*batch)
-        assert live.peak < limit
+        assert peak_of_a_step(engine) < limit
 
 
 WIDE = """
