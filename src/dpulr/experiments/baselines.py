@@ -49,6 +49,7 @@ class Batches(Dataset[Any]):
 
 def run_opacus(recipe: Any, train: Any, test: Any) -> dict[str, Any]:
     """Train with DP-SGD at the recipe's epsilon. The noise is calibrated by our accountant, so that both sides spend the same."""
+    import opacus
     from opacus import PrivacyEngine
     from opacus.utils.batch_memory_manager import BatchMemoryManager
 
@@ -101,4 +102,7 @@ def run_opacus(recipe: Any, train: Any, test: Any) -> dict[str, Any]:
         "noise_multiplier": noise,
         "test_accuracy": dpulr.evaluate(model, test),
         "seconds": round(seconds, 2),
+        "version": dpulr.__version__,
+        "torch": torch.__version__,
+        "opacus": opacus.__version__,
     }
