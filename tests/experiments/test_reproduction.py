@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from dpulr.accounting import gaussian_epsilon
 from dpulr.cli.main import main
-from dpulr.experiments import paper_tables as tables
-from dpulr.experiments import reproduction, table
+from dpulr.experiments import paper_runs, reproduction, training
+from dpulr.experiments.paper_numbers import MODEL_SIZE, TABLE1
 from dpulr.experiments.paper_runs import PaperRun, run
+from dpulr.experiments.training import Recipe
 
 TINY = PaperRun("dp-ulr", 100, 1.0, epochs=1, repeats=2, holdout=59_000)  # ten steps
 
@@ -41,12 +43,12 @@ def test_runs_side_by_side_are_kept_and_not_repeated(tmp_path: Path) -> None:
     reproduction.run_all(settings[:2], file, jobs=2, watcher=first)
     assert first.counts == (2, 0)
     assert {title.split()[0] for title, _ in first.moves} == {"dp-ulr", "dp-sgd"}
-    stored = {result["setting"]["method"]: result for result in json.loads(file.read_text())}
+    stored = {result["recipe"]["method"]: result for result in json.loads(file.read_text())}
     second = Watching()
     results = reproduction.run_all(settings, file, jobs=2, watcher=second)
     assert second.counts == (3, 2)
-    assert [result["setting"]["method"] for result in second.results] == ["sgd"]
-    assert [result["setting"]["method"] for result in results] == ["dp-ulr", "dp-sgd", "sgd"]
+    assert [result["recipe"]["method"] for result in second.results] == ["sgd"]
+    assert [result["recipe"]["method"] for result in results] == ["dp-ulr", "dp-sgd", "sgd"]
     assert results[0] == stored["dp-ulr"]
     for result in results[:2]:
         assert (result["epsilon"], result["guarantee"]) == (None, "none")
@@ -73,10 +75,7 @@ def test_plain_methods_learn() -> None:
 
 
 def test_the_papers_numbers_agree_with_each_other() -> None:
-    for batch, row in table.PAPER.items():
-        for sigma0, (ulr, sgd) in row.items():
-            assert tables.TABLE1[batch][sigma0][1::2] == (ulr, sgd)
-    assert tables.MODEL_SIZE[64]["small"] == tables.TABLE1[64][8]
+    assert MODEL_SIZE[64]["small"] == TABLE1[64][8]
 
 
 def test_settings_are_chosen_by_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,9 +99,9 @@ def test_a_command_runs_prints_and_goes_on(
         ran.append(setting.method)
         point = {"epoch": 1, "train_accuracy": 0.3, "test_accuracy": 0.25}
         about = {"test_accuracy": 0.25, "curve": [point], "nominal_epsilon": 1.0, "seconds": 2.0}
-        return {"setting": setting.describe(), **about}
+        return {"recipe": setting.describe(), **about}
 
-    monkeypatch.setattr(reproduction, "run", made_up)
+    monkeypatch.setattr(paper_runs, "run", made_up)
     folders = ["--results", str(tmp_path / "r"), "--images", str(tmp_path / "i")]
     for _ in range(2):
         assert main(["reproduce", "cifar", "--settings", "dp-sgd,50:5", "--epochs", "1", "--jobs", "1", *folders]) == 0
@@ -111,3 +110,25 @@ def test_a_command_runs_prints_and_goes_on(
     assert ran == ["dp-sgd", "dp-ulr"]
     assert "2 runs, 2 of them known" in printed.err
     assert (tmp_path / "i/paper-cifar.png").stat().st_size > 10_000
+
+
+def test_table1_runs_the_certified_methods_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over one epoch, at what the Gaussian mechanism costs over one epoch."""
+    ran = []
+
+    def made_up(setting: PaperRun | Recipe, progress: Any = None) -> dict[str, Any]:
+        ran.append(setting)
+        point = {"epoch": 1, "train_accuracy": 0.3, "test_accuracy": 0.25}
+        return {"recipe": setting.describe(), "test_accuracy": 0.25, "curve": [point], "nominal_epsilon": 1.0, "seconds": 2.0}
+
+    monkeypatch.setattr(paper_runs, "run", made_up)
+    monkeypatch.setattr(training, "run", made_up)
+    command = ["reproduce", "table1", "--settings", "500:1", "--epochs", "1", "--jobs", "1", "--results", str(tmp_path)]
+    assert main(command) == main(command) == 0
+    assert [type(setting) for setting in ran] == [PaperRun, PaperRun, Recipe, Recipe]
+    epsilon = gaussian_epsilon(noise_multiplier=1.0, sample_rate=1 / 120, steps=120, delta=1e-5)
+    assert [(setting.epochs, setting.target_epsilon) for setting in ran[2:]] == [(1, pytest.approx(epsilon))] * 2
+    ours = f"30.00 / 25.00 (1) | 87.56 / 87.98 | 30.00 / 25.00 (1) | {epsilon:.3f} | 25.00 (1) | 25.00 (1) |"
+    assert ours in capsys.readouterr().out

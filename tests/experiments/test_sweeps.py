@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dpulr import HiddenDirection
-from dpulr.experiments import options, results_page, sweep, table
+from dpulr.experiments import options, results_file, results_page, sweep, table
 from dpulr.experiments.training import Recipe
 from dpulr.randomness import RandomSource
 
@@ -34,7 +34,7 @@ def test_a_sweep_runs_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.M
     assert len(runs) == 2
     sweep.sweep([replace(recipes[0], mechanism=HiddenDirection(repeats=4, blocks=2))], file)
     assert len(runs) == 3
-    assert len(sweep.found(recipes, file)) == 2
+    assert len(results_file.found(recipes, file)) == 2
 
 
 def test_learning_rates_and_directions_follow_epsilon() -> None:

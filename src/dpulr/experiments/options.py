@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dpulr.experiments.sweep import found, mean_and_spread, sweep
+from dpulr.experiments.results_file import found
+from dpulr.experiments.sweep import mean_and_spread, sweep
 from dpulr.experiments.training import Recipe
 from dpulr.forward.replay import Forward
 from dpulr.mechanisms import HiddenDirection

@@ -10,9 +10,10 @@ from typing import Any
 from dpulr import accounting
 from dpulr.accounting.events import Charge, PaperRelease, SampledStep
 from dpulr.accounting.paper import nominal_of
+from dpulr.experiments.paper_numbers import TABLE1
 from dpulr.experiments.paper_runs import DELTA, PaperRun
-from dpulr.experiments.paper_tables import CIFAR, TABLE1, cifar_runs, table1_runs
-from dpulr.experiments.reproduction import found
+from dpulr.experiments.paper_tables import CIFAR, cifar_runs, table1_runs
+from dpulr.experiments.results_file import found
 
 NOISES = (1.0, 4.0, 8.0)
 RECORDS = 60_000
@@ -86,7 +87,7 @@ def draw_cifar(file: Path, seed: int, epochs: int, path: Path, **more: Any) -> N
     for axis, label in zip(axes, labels, strict=True):
         results = found(cifar_runs(label, seed, epochs, **more), file)
         for result in results:
-            _accuracies(axis, result["curve"], result["setting"]["method"], SGD if label == "dp-sgd" else ULR)
+            _accuracies(axis, result["curve"], result["recipe"]["method"], SGD if label == "dp-sgd" else ULR)
             axis.set_title(f"{_panel(label)}, nominal epsilon {result['nominal_epsilon']:.2f}", fontsize=10)
         if not results:
             axis.set_title(f"{_panel(label)}: not run", fontsize=10)

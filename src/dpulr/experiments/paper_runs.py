@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -53,13 +53,6 @@ class PaperRun:
         return values
 
 
-def title(setting: Mapping[str, Any]) -> str:
-    """A few words for a described setting."""
-    noise = f" sigma0 {setting['target_std']:g}" if setting["target_std"] else ""
-    repeats = f" K {setting['repeats']}" if "repeats" in setting else ""
-    return f"{setting['method']} {setting['model']} batch {setting['batch_size']}{noise}{repeats} seed {setting['seed']}"
-
-
 Progress = Callable[[float], None]
 
 
@@ -90,7 +83,7 @@ def run(setting: PaperRun, progress: Progress | None = None) -> dict[str, Any]:
         step = SampledStep(PaperRelease(setting.target_std), setting.batch_size / len(train))
         nominal = nominal_of([Charge(step, taken)], DELTA)
     return {
-        "setting": setting.describe(),
+        "recipe": setting.describe(),
         "guarantee": "none",
         "epsilon": None,
         "nominal_epsilon": nominal,

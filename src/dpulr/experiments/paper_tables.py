@@ -1,4 +1,4 @@
-"""The paper's tables and its CIFAR-10 figure: which runs they need, the paper's numbers, and ours beside them as Markdown.
+"""The paper's tables and its CIFAR-10 figure: which runs they need, and our numbers beside the paper's, as Markdown.
 
 K and the standard deviation of the injected noise are ours: chosen on the last 10,000 training records, never on the test set.
 """
@@ -11,58 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpulr.experiments import sweep, table
+from dpulr.experiments.paper_numbers import MODEL_SIZE, TABLE1
 from dpulr.experiments.paper_runs import PaperRun
-from dpulr.experiments.reproduction import found
-from dpulr.experiments.table import epsilon_of
+from dpulr.experiments.results_file import found
+from dpulr.experiments.table import epsilon_of, recipe
+from dpulr.experiments.training import Recipe
 
 REPEATS = 16
 SIGMAS = {0.5: 3.0, 1.0: 2.0, 2.0: 2.0, 4.0: 1.0, 8.0: 1.0}
 """Injected noise by sigma0: the less noise for privacy, the more the spread of the proxies themselves must be held down."""
 EPOCHS = 25
 
-# batch size: {sigma0: (DP-ULR training, DP-ULR validation, DP-SGD training, DP-SGD validation)}, in per cent
-TABLE1: dict[int, dict[float, tuple[float, float, float, float]]] = {
-    64: {
-        0.5: (85.43, 86.12, 93.94, 94.14),
-        1: (81.81, 82.73, 90.90, 91.20),
-        2: (78.04, 78.80, 78.61, 78.32),
-        4: (70.71, 72.14, 67.33, 68.73),
-        8: (57.88, 58.65, 33.63, 32.07),
-    },
-    200: {
-        0.5: (91.55, 91.98, 90.47, 90.68),
-        1: (89.24, 90.11, 90.54, 90.77),
-        2: (86.15, 87.11, 90.63, 90.95),
-        4: (83.20, 84.45, 89.07, 89.63),
-        8: (78.91, 80.05, 78.50, 79.14),
-    },
-    500: {
-        0.5: (93.92, 94.19, 87.56, 87.98),
-        1: (91.73, 92.04, 87.56, 87.98),
-        2: (89.33, 90.31, 87.59, 88.00),
-        4: (86.56, 87.63, 87.66, 87.97),
-        8: (82.87, 84.53, 87.68, 88.16),
-    },
-}
-# batch size: {model: the same four}
-MODEL_SIZE: dict[int, dict[str, tuple[float, float, float, float]]] = {
-    64: {
-        "small": (57.88, 58.65, 33.63, 32.07),
-        "medium": (58.58, 59.53, 42.98, 43.81),
-        "large": (40.10, 41.42, 28.75, 24.78),
-    },
-    128: {
-        "small": (73.04, 74.24, 69.49, 70.53),
-        "medium": (67.25, 69.00, 66.22, 67.98),
-        "large": (66.48, 67.75, 65.87, 66.15),
-    },
-    256: {
-        "small": (79.27, 80.94, 85.11, 86.03),
-        "medium": (76.45, 78.48, 83.93, 84.96),
-        "large": (76.25, 78.28, 84.29, 85.13),
-    },
-}
 CIFAR = {"50:5": (1_000, 5.0), "25:8": (2_000, 8.0), "25:4": (2_000, 4.0)}  # 1/q : sigma0, as the paper names its panels
 CIFAR_REPEATS = 4
 REPEAT_STUDY = (4, 16, 64)
@@ -75,6 +34,12 @@ def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **mo
         PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own),
         PaperRun("dp-sgd", batch, sigma0, epochs, seed, holdout=own.get("holdout", 0)),
     ]
+
+
+def certified_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, holdout: int = 0) -> list[Recipe]:
+    """Hidden-direction and tuned DP-SGD at what the Gaussian mechanism with noise sigma0 costs: both certified."""
+    epsilon = epsilon_of(batch, sigma0, epochs)
+    return [recipe("mnist", method, epsilon, seed, holdout, epochs=epochs) for method in ("hidden-direction", "dp-sgd")]
 
 
 def model_size_runs(batch: int, model: str, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
@@ -95,18 +60,18 @@ def repeats_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **m
 
 # --- as Markdown ----------------------------------------------------------------------------------------------------------
 def table1(settings: Sequence[tuple[int, float]], file: Path, certified: Path, seeds: int, epochs: int, **more: Any) -> str:
-    """The paper's numbers, ours of the same methods, and certified ones at the epsilon of the Gaussian mechanism at sigma0."""
+    """The paper's numbers, ours of the same methods, and what certified methods reach."""
     heads = ["batch", "sigma0", "DP-ULR, paper", "DP-ULR, ours", "DP-SGD, paper", "DP-SGD as in the paper, ours"]
     heads += ["epsilon", "hidden-direction (certified)", "DP-SGD tuned (certified)"]
     rows = []
+    held = more.get("holdout", 0)
     for batch, sigma0 in settings:
-        runs = [table1_runs(batch, sigma0, seed, epochs, **more) for seed in range(seeds)]
-        ours = [found([pair[i] for pair in runs], file) for i in (0, 1)]
+        ours = _by_method([table1_runs(batch, sigma0, seed, epochs, **more) for seed in range(seeds)], file)
+        proved = _by_method([certified_runs(batch, sigma0, seed, epochs, held) for seed in range(seeds)], certified)
         paper = TABLE1[batch][sigma0]
         row = [f"{batch}", f"{sigma0:g}", f"{paper[0]:.2f} / {paper[1]:.2f}", both(ours[0])]
-        row += [f"{paper[2]:.2f} / {paper[3]:.2f}", both(ours[1], best=True), f"{epsilon_of(batch, sigma0):.3f}"]
-        row += [_certified(certified, name, epsilon_of(batch, sigma0), seeds) for name in ("hidden-direction", "dp-sgd")]
-        rows.append(row)
+        row += [f"{paper[2]:.2f} / {paper[3]:.2f}", both(ours[1], best=True), f"{epsilon_of(batch, sigma0, epochs):.3f}"]
+        rows.append([*row, *map(_certified, proved)])
     return _markdown(heads, rows)
 
 
@@ -114,9 +79,8 @@ def model_size(settings: Sequence[tuple[int, str]], file: Path, seeds: int, epoc
     heads = ["batch", "model", "DP-ULR, paper", "DP-ULR, ours", "DP-SGD, paper", "DP-SGD as in the paper, ours"]
     rows = []
     for batch, model in settings:
-        runs = [model_size_runs(batch, model, seed, epochs, **more) for seed in range(seeds)]
+        ours = _by_method([model_size_runs(batch, model, seed, epochs, **more) for seed in range(seeds)], file)
         paper = MODEL_SIZE[batch][model]
-        ours = [found([pair[i] for pair in runs], file) for i in (0, 1)]
         row = [f"{batch}", model, f"{paper[0]:.2f} / {paper[1]:.2f}", both(ours[0])]
         rows.append([*row, f"{paper[2]:.2f} / {paper[3]:.2f}", both(ours[1], best=True)])
     return _markdown(heads, rows)
@@ -126,7 +90,7 @@ def listing(runs: Sequence[PaperRun], file: Path) -> str:
     """One line a run: for figures whose numbers the paper does not print."""
     rows = []
     for result in found(runs, file):
-        setting = result["setting"]
+        setting = result["recipe"]
         curve = ", ".join(f"{100 * point['test_accuracy']:.1f}" for point in result["curve"])
         rows.append(
             [
@@ -162,11 +126,13 @@ def _spread(values: Sequence[float]) -> str:
     return f"{text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else text
 
 
-def _certified(file: Path, method: str, epsilon: float, seeds: int) -> str:
-    """Test accuracies of the certified runs at this epsilon, from the table of `dpulr.experiments.table`."""
-    results = sweep.found([table.recipe("mnist", method, epsilon, seed) for seed in range(seeds)], file)
-    values = [100 * result["test_accuracy"] for result in results]
-    return f"{_spread(values)} ({len(values)})" if values else "-"
+def _certified(results: Sequence[dict[str, Any]]) -> str:
+    return f"{_spread([100 * result['test_accuracy'] for result in results])} ({len(results)})" if results else "-"
+
+
+def _by_method(pairs: Sequence[Sequence[PaperRun | Recipe]], file: Path) -> list[list[dict[str, Any]]]:
+    """What has been run of each method, from one pair of runs a seed."""
+    return [found(runs, file) for runs in zip(*pairs, strict=True)]
 
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,25 +1,26 @@
-"""Many runs of the paper's evaluation, side by side in processes of one thread each, with one results file that resumes.
+"""Many runs of the paper's evaluation, side by side in processes of one thread each.
 
-What the file holds is not run again. Each result is written as soon as it is there: a stopped command loses the runs under way.
+Each result is kept as soon as it is there: a stopped command loses only the runs under way.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import platform
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from dpulr.experiments.paper_runs import PaperRun, run, title
+from dpulr.experiments import paper_runs, training
+from dpulr.experiments.paper_runs import PaperRun
+from dpulr.experiments.results_file import add, found
+from dpulr.experiments.training import Recipe
 
-Results = dict[str, dict[str, Any]]
+Setting = PaperRun | Recipe
 
 
 class Watcher(Protocol):
@@ -30,29 +31,22 @@ class Watcher(Protocol):
     def done(self, result: dict[str, Any]) -> None: ...
 
 
-def key(setting: PaperRun) -> str:
-    return json.dumps(setting.describe(), sort_keys=True)
+def title(recipe: Mapping[str, Any]) -> str:
+    """A few words for described settings."""
+    if "mechanism" in recipe:
+        return f"{recipe['mechanism']['name']} epsilon {recipe['target_epsilon']:.3f} seed {recipe['seed']}"
+    noise = f" sigma0 {recipe['target_std']:g}" if recipe["target_std"] else ""
+    repeats = f" K {recipe['repeats']}" if "repeats" in recipe else ""
+    return f"{recipe['method']} {recipe['model']} batch {recipe['batch_size']}{noise}{repeats} seed {recipe['seed']}"
 
 
-def load(file: Path) -> Results:
-    """The results of a file by their settings."""
-    stored = json.loads(file.read_text()) if file.exists() else []
-    return {json.dumps(result["setting"], sort_keys=True): result for result in stored}
-
-
-def found(settings: Sequence[PaperRun], file: Path) -> list[dict[str, Any]]:
-    """The results of those settings that have been run."""
-    known = load(file)
-    return [known[key(setting)] for setting in settings if key(setting) in known]
-
-
-def run_all(settings: Sequence[PaperRun], file: Path, *, jobs: int, watcher: Watcher) -> list[dict[str, Any]]:
+def run_all(settings: Sequence[Setting], file: Path, *, jobs: int, watcher: Watcher) -> list[dict[str, Any]]:
     """Run what the file lacks, `jobs` at a time, and return the results of all, in order."""
-    missing = [setting for setting in settings if key(setting) not in load(file)]
+    missing = [setting for setting in settings if not found([setting], file)]
     watcher.began(len(settings), len(settings) - len(missing))
 
     def keep(result: dict[str, Any]) -> None:
-        _add(file, result)
+        add(file, result)
         watcher.done(result)
 
     if min(jobs, len(missing)) > 1:
@@ -75,7 +69,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _side_by_side(settings: Sequence[PaperRun], jobs: int, watcher: Watcher, keep: Callable[[dict[str, Any]], None]) -> None:
+def _side_by_side(settings: Sequence[Setting], jobs: int, watcher: Watcher, keep: Callable[[dict[str, Any]], None]) -> None:
     context = multiprocessing.get_context("spawn")
     news: Any = context.Queue()
     before = os.environ.get("OMP_NUM_THREADS")
@@ -112,19 +106,11 @@ def _begin(news: Any) -> None:
     _news = news
 
 
-def _work(setting: PaperRun) -> dict[str, Any]:
+def _work(setting: Setting) -> dict[str, Any]:
     return _result(setting, lambda share: _news.put((title(setting.describe()), share)))
 
 
-def _result(setting: PaperRun, progress: Callable[[float], None]) -> dict[str, Any]:
-    return {**run(setting, progress), "machine": platform.machine(), "python": platform.python_version()}
-
-
-def _add(file: Path, result: dict[str, Any]) -> None:
-    """Read again what others may have written, add, write beside and rename: a reader never sees half a file."""
-    known = load(file)
-    known[json.dumps(result["setting"], sort_keys=True)] = result
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".part")
-    draft.write_text(json.dumps(list(known.values()), indent=1) + "\n")
-    draft.replace(file)
+def _result(setting: Setting, progress: Callable[[float], None]) -> dict[str, Any]:
+    if isinstance(setting, PaperRun):
+        return paper_runs.run(setting, progress)
+    return training.run(setting, lambda taken, planned, _: progress(taken / planned))

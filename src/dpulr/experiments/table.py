@@ -19,16 +19,13 @@ import numpy as np
 
 from dpulr import accounting
 from dpulr.experiments.baselines import OpacusDPSGD
-from dpulr.experiments.sweep import found, mean_and_spread, sweep
+from dpulr.experiments.paper_numbers import TABLE1
+from dpulr.experiments.results_file import found
+from dpulr.experiments.sweep import mean_and_spread, sweep
 from dpulr.experiments.training import Recipe
 from dpulr.mechanisms import HiddenDirection
 
 EPOCHS, DELTA, RECORDS = 25, 1e-5, 60_000
-PAPER = {  # batch size: {sigma0: (DP-ULR, DP-SGD)}, validation accuracy in per cent, from the paper's table
-    64: {0.5: (86.12, 94.14), 1: (82.73, 91.20), 2: (78.80, 78.32), 4: (72.14, 68.73), 8: (58.65, 32.07)},
-    200: {0.5: (91.98, 90.68), 1: (90.11, 90.77), 2: (87.11, 90.95), 4: (84.45, 89.63), 8: (80.05, 79.14)},
-    500: {0.5: (94.19, 87.98), 1: (92.04, 87.98), 2: (90.31, 88.00), 4: (87.63, 87.97), 8: (84.53, 88.16)},
-}
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,11 @@ class Study:
     methods: dict[str, Method]
 
 
-def epsilon_of(batch: int, sigma0: float) -> float:
-    """What the Gaussian mechanism with this noise and batch size costs over 25 epochs of MNIST."""
+def epsilon_of(batch: int, sigma0: float, epochs: int = EPOCHS) -> float:
+    """What the Gaussian mechanism with this noise and batch size costs on MNIST."""
     steps_an_epoch = math.ceil(RECORDS / batch)
     return accounting.gaussian_epsilon(
-        noise_multiplier=sigma0, sample_rate=1 / steps_an_epoch, steps=EPOCHS * steps_an_epoch, delta=DELTA
+        noise_multiplier=sigma0, sample_rate=1 / steps_an_epoch, steps=epochs * steps_an_epoch, delta=DELTA
     )
 
 
@@ -84,7 +81,7 @@ CONVOLUTIONS = {  # ResNet-5: one direction a record and layer is what the machi
 
 def studies() -> dict[str, Study]:
     methods = {"hidden-direction": HIDDEN, "dp-sgd": DPSGD}
-    paper = tuple(epsilon_of(batch, sigma0) for batch, row in PAPER.items() for sigma0 in row)
+    paper = tuple(epsilon_of(batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row)
     return {
         "mnist": Study("mlp", EPOCHS, paper, methods),
         "fashion-mnist": Study("mlp", EPOCHS, (0.5, 1.0, 3.0, 8.0), methods),
@@ -118,7 +115,7 @@ def cells(study: str, method: str, epsilon: float, seeds: int, file: Path, holdo
 def markdown(study: str, seeds: int, file: Path, holdout: int = 0) -> str:
     """The table, as far as it has been run. In brackets: the number of seeds."""
     chosen = studies()[study]
-    paper = [(batch, sigma0, *columns) for batch, row in PAPER.items() for sigma0, columns in row.items()]
+    paper = [(batch, sigma0, *columns[1::2]) for batch, row in TABLE1.items() for sigma0, columns in row.items()]
     head = ["epsilon", *(["batch", "sigma0", "paper: DP-ULR", "paper: DP-SGD"] if study == "mnist" else []), *chosen.methods]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for i, epsilon in enumerate(chosen.epsilons):

@@ -1,0 +1,5 @@
+"""`python -m dpulr` is `dpulr`."""
+
+from dpulr.cli.main import entry
+
+entry()
