@@ -29,6 +29,7 @@ Jobs = Annotated[int | None, typer.Option(min=1, help="Runs side by side, one th
 Repeats = Annotated[int | None, typer.Option(min=1, help="K, which the paper does not state.")]
 Sigma = Annotated[float | None, typer.Option(help="Standard deviation of the injected noise, which the paper does not state.")]
 Holdout = Annotated[int, typer.Option(min=0, help="For tuning: test on the last so many training records, train on the others.")]
+Scaled = Annotated[bool, typer.Option("--scaled", help="Inputs of mean 0 and variance 1 instead of pixels in [0, 1].")]
 Show = Annotated[bool, typer.Option("--show", help="Run nothing: print what the results hold.")]
 Results = Annotated[Path, typer.Option(help="Folder of the results.")]
 Images = Annotated[Path, typer.Option(help="Folder of the pictures.")]
@@ -47,15 +48,18 @@ def table1(
     repeats: Repeats = None,
     sigma: Sigma = None,
     holdout: Holdout = 0,
+    scaled: Scaled = False,
     show: Show = False,
     results: Results = _RESULTS,
 ) -> None:
     """MNIST, 15 settings (batch:sigma0): DP-ULR and DP-SGD as the paper has them; hidden-direction and DP-SGD certified, tuned."""
     from dpulr.experiments import paper_tables as tables
     from dpulr.experiments.paper_numbers import TABLE1
+    from dpulr.experiments.paper_runs import AS_LOADED
 
     known = {f"{batch}:{sigma0:g}": (batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row}
-    chosen, own = _chosen(known, settings), _given(repeats=repeats, sigma=sigma, holdout=holdout)
+    rescale = AS_LOADED if scaled else None
+    chosen, own = _chosen(known, settings), _given(repeats=repeats, sigma=sigma, holdout=holdout, rescale=rescale)
     file, certified = results / "table1.json", results / "mnist-table.json"
     _run(lambda seed: [r for c in chosen for r in tables.table1_runs(*c, seed, epochs, **own)], seeds, file, jobs, show)
     _run(lambda seed: [r for c in chosen for r in tables.certified_runs(*c, seed, epochs, holdout)], seeds, certified, jobs, show)

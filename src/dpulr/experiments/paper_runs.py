@@ -16,23 +16,27 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 import dpulr
 from dpulr.accounting.events import Charge, PaperRelease, SampledStep
 from dpulr.accounting.paper import nominal_of
 from dpulr.experiments.baselines import Batches
+from dpulr.experiments.training import split
 from dpulr.mechanisms import Paper
 
 Method = Literal["dp-ulr", "dp-sgd", "ulr", "sgd"]
 DELTA = 1e-5
 LEARNING_RATES = {"dp-ulr": 0.01, "ulr": 0.01, "dp-sgd": 0.1, "sgd": 0.1}
 DECAY, DECAY_EPOCHS = 0.85, 10
+UNIT = (0.1, 0.3)  # MNIST's pixels in [0, 1]
+AS_LOADED = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class PaperRun:
-    """Settings of one run. `holdout` takes the last so many training records as test set, for tuning."""
+    """Settings of one run. `holdout` takes the last so many training records as test set, for tuning; `rescale` = (a, b) turns
+    every input x, as loaded, into a + b x."""
 
     method: Method
     batch_size: int
@@ -44,6 +48,7 @@ class PaperRun:
     repeats: int = 16
     sigma: float = 1.0
     holdout: int = 0
+    rescale: tuple[float, float] = UNIT
 
     def describe(self) -> dict[str, Any]:
         """As plain values; what the method does not use is left out."""
@@ -58,12 +63,7 @@ Progress = Callable[[float], None]
 
 def run(setting: PaperRun, progress: Progress | None = None) -> dict[str, Any]:
     """Train, with the accuracy after each epoch. Accuracies on training records are not covered by any guarantee."""
-    train: Any
-    test: Any
-    train, test = dpulr.data.load(setting.dataset)
-    if setting.holdout:
-        border = len(train) - setting.holdout
-        train, test = Subset(train, range(border)), Subset(train, range(border, len(train)))
+    train, test = split(setting.dataset, setting.holdout, setting.rescale)
     model = make_model(setting)
     per_epoch = len(train) // setting.batch_size
     steps = _opacus_steps if setting.method in ("dp-sgd", "sgd") else _engine_steps

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpulr.experiments.paper_numbers import MODEL_SIZE, TABLE1
-from dpulr.experiments.paper_runs import PaperRun
+from dpulr.experiments.paper_runs import AS_LOADED, PaperRun
 from dpulr.experiments.results_file import found
 from dpulr.experiments.table import epsilon_of, recipe
 from dpulr.experiments.training import Recipe
@@ -32,7 +32,7 @@ def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **mo
     own = {"repeats": REPEATS, "sigma": SIGMAS[sigma0]} | more
     return [
         PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own),
-        PaperRun("dp-sgd", batch, sigma0, epochs, seed, holdout=own.get("holdout", 0)),
+        PaperRun("dp-sgd", batch, sigma0, epochs, seed, **{name: own[name] for name in ("holdout", "rescale") if name in own}),
     ]
 
 
@@ -47,7 +47,7 @@ def model_size_runs(batch: int, model: str, seed: int, epochs: int = EPOCHS, **m
 
 
 def cifar_runs(label: str, seed: int, epochs: int, **more: Any) -> list[PaperRun]:
-    common: dict[str, Any] = {"dataset": "cifar10", "model": "resnet5", "epochs": epochs, "seed": seed}
+    common: dict[str, Any] = {"dataset": "cifar10", "model": "resnet5", "epochs": epochs, "seed": seed, "rescale": AS_LOADED}
     if label == "dp-sgd":
         return [PaperRun("dp-sgd", 64, 1.0, **common)]
     batch, sigma0 = CIFAR[label]

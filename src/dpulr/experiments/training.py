@@ -115,7 +115,7 @@ Progress = Callable[[int, int, nn.Module], None]
 
 def run(recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
     """Train and evaluate."""
-    train, test = split(recipe)
+    train, test = split(recipe.dataset, recipe.holdout, recipe.rescale)
     if isinstance(recipe.mechanism, OpacusDPSGD):
         return {"recipe": recipe.describe(), **run_opacus(recipe, train, test)}
     started = time.perf_counter()
@@ -145,13 +145,16 @@ def run(recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
     }
 
 
-def split(recipe: Recipe) -> tuple[TensorDataset | Subset[Any], TensorDataset | Subset[Any]]:
-    """Training and test set; with a holdout, both from the training set."""
-    train, test = dpulr.data.load(recipe.dataset)
-    if recipe.rescale != (0.0, 1.0):
-        offset, factor = recipe.rescale
+Part = TensorDataset | Subset[Any]
+
+
+def split(dataset: str, holdout: int = 0, rescale: tuple[float, float] = (0.0, 1.0)) -> tuple[Part, Part]:
+    """Training and test set, inputs a + b x for x as loaded; with a holdout, both from the training set."""
+    train, test = dpulr.data.load(dataset)
+    if rescale != (0.0, 1.0):
+        offset, factor = rescale
         train, test = (TensorDataset(offset + factor * part.tensors[0], part.tensors[1]) for part in (train, test))
-    if not recipe.holdout:
+    if not holdout:
         return train, test
-    border = len(train) - recipe.holdout
+    border = len(train) - holdout
     return Subset(train, range(border)), Subset(train, range(border, len(train)))
