@@ -76,7 +76,8 @@ def run(setting: PaperRun, progress: Progress | None = None) -> dict[str, Any]:
         if taken % per_epoch == 0:
             seconds += time.perf_counter() - started
             accuracies = {"train_accuracy": dpulr.evaluate(model, train), "test_accuracy": dpulr.evaluate(model, test)}
-            curve.append({"epoch": taken // per_epoch, **accuracies})
+            length = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
+            curve.append({"epoch": taken // per_epoch, **accuracies, "parameter_norm": round(length, 2)})
             started = time.perf_counter()
     nominal = None
     if setting.target_std > 0:
