@@ -17,9 +17,7 @@ from dpulr.experiments.results_file import found
 from dpulr.experiments.table import epsilon_of, recipe
 from dpulr.experiments.training import Recipe
 
-REPEATS = 16
-SIGMAS = {0.5: 3.0, 1.0: 2.0, 2.0: 2.0, 4.0: 1.0, 8.0: 1.0}
-"""Injected noise by sigma0: the less noise for privacy, the more the spread of the proxies themselves must be held down."""
+REPEATS, SIGMA = 16, 1.0
 EPOCHS = 25
 
 CIFAR = {"50:5": (1_000, 5.0), "25:8": (2_000, 8.0), "25:4": (2_000, 4.0)}  # 1/q : sigma0, as the paper names its panels
@@ -29,7 +27,7 @@ REPEAT_STUDY = (4, 16, 64)
 
 def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
     """DP-ULR and the paper's DP-SGD for one setting."""
-    own = {"repeats": REPEATS, "sigma": SIGMAS[sigma0]} | more
+    own = {"repeats": REPEATS, "sigma": SIGMA} | more
     return [
         PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own),
         PaperRun("dp-sgd", batch, sigma0, epochs, seed, **{name: own[name] for name in ("holdout", "rescale") if name in own}),
@@ -51,7 +49,7 @@ def cifar_runs(label: str, seed: int, epochs: int, **more: Any) -> list[PaperRun
     if label == "dp-sgd":
         return [PaperRun("dp-sgd", 64, 1.0, **common)]
     batch, sigma0 = CIFAR[label]
-    return [PaperRun("dp-ulr", batch, sigma0, **common, **({"repeats": CIFAR_REPEATS, "sigma": 1.0} | more))]
+    return [PaperRun("dp-ulr", batch, sigma0, **common, **({"repeats": CIFAR_REPEATS, "sigma": SIGMA} | more))]
 
 
 def repeats_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
