@@ -135,6 +135,17 @@ def cifar(
     print(images / "paper-cifar.png")
 
 
+@reproduce.command("baselines")
+def baselines(seeds: Seeds = 1, epochs: Epochs = 25, jobs: Jobs = None, show: Show = False, results: Results = _RESULTS) -> None:
+    """MNIST, batches of 500: plain SGD and plain ULR without privacy; zeroth-order and hidden-direction, certified."""
+    from dpulr.experiments import paper_tables as tables
+
+    plain, certified = results / "table1.json", results / "mnist-table.json"
+    _run(lambda seed: tables.plain_runs(seed, epochs), seeds, plain, jobs, show)
+    _run(lambda seed: tables.forward_runs(seed, epochs), seeds, certified, jobs, show)
+    print(tables.baselines(plain, certified, seeds, epochs))
+
+
 @reproduce.command("figure-dynamics")
 def figure_dynamics(
     seeds: Seeds = 1,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dpulr.experiments.baselines import OpacusDPSGD
-from dpulr.mechanisms import Gaussian, HiddenDirection
+from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
 
 Result = dict[str, Any]
-DEFAULTS: dict[str, dict[str, Any]] = {kind.name: vars(kind()) for kind in (HiddenDirection, Gaussian, OpacusDPSGD)}
+DEFAULTS: dict[str, dict[str, Any]] = {kind.name: vars(kind()) for kind in (HiddenDirection, Gaussian, ZerothOrder, OpacusDPSGD)}
 
 
 class Described(Protocol):
