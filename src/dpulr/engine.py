@@ -97,6 +97,8 @@ class PrivacyEngine:
         if rejection_threshold == "auto" and self.mechanism.guarantee != "certified":
             raise ValueError(f"rejection_threshold='auto' weighs epsilon, and {self.mechanism.name} has none: give a number.")
         self.sampler: PoissonSampling | ShuffledSampling = self._sampler(sampling, rejection_threshold)
+        if self._threshold and self.bound.rejection_threshold not in (None, self._threshold):
+            raise ValueError("the mechanism and the engine have different rejection thresholds: give one of the two.")
         self.sampler = self._own_sampler()
         noise_multiplier = self._own_noise(noise_multiplier)
         self.noise_multiplier = self._calibrated() if noise_multiplier is None else float(noise_multiplier)
@@ -154,7 +156,8 @@ class PrivacyEngine:
         with torch.inference_mode(), torch.autocast(self.records.device.type, enabled=False), self.forward.checked_mode():
             total = self.bound.total(inputs, targets, self._directions)
             noise = self._noise.draw().to(total.device)
-            self.bound.gradients(self.bound.release(total, noise, self.expected_batch_size), self._gradients)
+            denominator = self.bound.denominator(self.expected_batch_size, self._threshold)
+            self.bound.gradients(self.bound.release(total, noise, denominator), self._gradients)
         for site, views in zip(self.forward.sites, self._gradients, strict=True):
             site.rule.leave_untrained(views)
         for group in self.optimizer.param_groups:
@@ -200,16 +203,19 @@ class PrivacyEngine:
         if not self.sampler.private:
             return "batches were shuffled, not sampled"
         if self.noise_multiplier == 0:
-            return "no noise was added"
+            return self.bound.without_noise
         return None
 
+    @property
+    def _threshold(self) -> int:
+        return self.sampler.rejection_threshold if isinstance(self.sampler, PoissonSampling) else 0
+
     def _sampled(self, noise_multiplier: float) -> SampledStep:
-        threshold = self.sampler.rejection_threshold if isinstance(self.sampler, PoissonSampling) else 0
         return SampledStep(
             self.bound.event_at(noise_multiplier),
             self.sample_rate,
-            threshold,
-            self.min_dataset_size if threshold else None,
+            self._threshold,
+            self.min_dataset_size if self._threshold else None,
         )
 
     def _sampler(self, sampling: str, rejection_threshold: int | Literal["auto"]) -> PoissonSampling | ShuffledSampling:

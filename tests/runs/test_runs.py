@@ -301,3 +301,37 @@ def test_an_existing_folder_is_left_alone(finished: Path, tmp_path: Path, run_cl
     ended = run_cli("train", *SMALL, "--out", finished)
     assert (ended.code, "dpulr resume" in ended.err) == (2, True)
     assert {path.name: path.read_bytes() for path in finished.iterdir()} == before
+
+
+PAPER = (
+    *("--dataset", "small_job:data", "--model", "small_job:model", "--mechanism", "paper", "--batch-size", "20"),
+    *("--noise-multiplier", "4", "--evaluations", "3", "--learning-rate", "0.05", "--set", "mechanism.remedy=extra-noise"),
+)
+
+
+def test_a_run_of_the_papers_method_has_a_nominal_epsilon_only(tmp_path: Path, run_cli: Cli) -> None:
+    folder = tmp_path / "run"
+    assert run_cli("train", *PAPER, "--steps", 4, "--out", folder).code == 3
+    ended = run_cli("train", *PAPER, "--steps", 4, "--out", folder, "--allow-uncertified")
+    assert ended.code == 0
+    assert "layers are clipped one by one" in ended.out
+    assert "nominal, no guarantee" in ended.out
+    first = result(folder)
+    assert (first["epsilon"], first["guarantee"], first["steps"]) == (None, "none", 4)
+    assert run_cli("resume", folder, "--steps", 7).code == 0
+    second = result(folder)
+    assert (second["epsilon"], second["guarantee"], second["steps"]) == (None, "none", 7)
+    assert float(str(second["nominal_epsilon"])) > float(str(first["nominal_epsilon"])) > 0
+
+
+def test_the_papers_settings_by_layer_and_step_from_the_command_line(tmp_path: Path, run_cli: Cli) -> None:
+    folder = tmp_path / "run"
+    sets = ("mechanism.target_std={0 = 4, 2 = [5, 6]}", "mechanism.repeats=[2, 3]", "mechanism.rejection_threshold=3")
+    arguments = [*PAPER[:-2], *(word for text in sets for word in ("--set", text)), "--steps", "3", "--allow-uncertified"]
+    arguments = [word for word in arguments if word not in ("--noise-multiplier", "4")]
+    ended = run_cli("train", *arguments, "--out", folder)
+    assert ended.code == 0, ended.err
+    steps = [charge.step for charge in ledger(folder).charges]
+    assert [(step.release.target_std, step.rejection_threshold) for step in steps] == [(4.0, 3), (5.0, 3)]
+    few = (*PAPER[:-2], "--batch-size", 2, "--set", "mechanism.remedy=none", "--steps", 2, "--allow-uncertified")
+    assert "No sigma meets the paper's condition" in run_cli("train", *few, "--out", tmp_path / "refused").err

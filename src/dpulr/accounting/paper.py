@@ -96,7 +96,7 @@ def paper_nominal(
 def nominal_of(charges: Iterable[Charge], delta: float) -> float | None:
     """The formula for steps that may differ: its terms are summed, then alpha is chosen. None if a step is of another kind.
 
-    Where every step meets the theorem's conditions alpha does, too; else it is the bare formula.
+    Where every step has the noise and the rate that the theorem asks for, alpha meets its conditions; else it is the bare formula.
     """
     impairment = slope = 0.0
     top = math.inf
@@ -105,10 +105,9 @@ def nominal_of(charges: Iterable[Charge], delta: float) -> float | None:
         if not isinstance(step, SampledStep) or not isinstance(step.release, PaperRelease):
             return None
         impairment += charge.count * odds(step.sample_rate, step.rejection_threshold, step.min_dataset_size)
-        sigma, q, threshold = step.release.target_std, step.sample_rate, step.rejection_threshold
+        sigma, q = step.release.target_std, step.sample_rate
         slope += 2 * charge.count * q**2 / sigma**2
-        fits = sigma >= 4 and q <= 1 / 5 and 1 <= threshold <= q * (step.min_dataset_size or 0) * (1 + 1e-12)
-        top = min(top, largest_alpha(sigma, q) if fits else 1.0)
+        top = min(top, largest_alpha(sigma, q) if sigma >= 4 and q <= 1 / 5 else 1.0)
     wanted = math.log(1 / checks.delta(delta))
     if slope == 0:
         return 0.0

@@ -94,11 +94,11 @@ def privacy_spent(
 
 def _mechanism(steps: Iterable[SampledStep]) -> str:
     names = {GaussianRelease: "gaussian", HiddenDirectionRelease: "hidden-direction", PaperRelease: "paper"}
-    return " and ".join(dict.fromkeys(names[type(step.release)] for step in steps)) or "nothing released"
+    return " and ".join(dict.fromkeys(names[type(step.release)] for step in steps))
 
 
 def _sentence(spent: PrivacySpent) -> str:
-    run = f"{spent.steps} steps of the {spent.mechanism} mechanism"
+    run = f"{spent.steps} step{'s' * (spent.steps != 1)}" + (f" of the {spent.mechanism} mechanism" if spent.mechanism else "")
     if spent.guarantee == "none":
         why = "; ".join(spent.reasons) or "this mechanism has no proved bound"
         text = f"No privacy guarantee for {run}: {why}."

@@ -36,10 +36,10 @@ def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **mo
     ]
 
 
-def certified_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, holdout: int = 0) -> list[Recipe]:
+def certified_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS) -> list[Recipe]:
     """Hidden-direction and tuned DP-SGD at what the Gaussian mechanism with noise sigma0 costs: both certified."""
     epsilon = epsilon_of(batch, sigma0, epochs)
-    return [recipe("mnist", method, epsilon, seed, holdout, epochs=epochs) for method in ("hidden-direction", "dp-sgd")]
+    return [recipe("mnist", method, epsilon, seed, epochs=epochs) for method in ("hidden-direction", "dp-sgd")]
 
 
 def model_size_runs(batch: int, model: str, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
@@ -76,10 +76,9 @@ def table1(settings: Sequence[tuple[int, float]], file: Path, certified: Path, s
     heads = ["batch", "sigma0", "DP-ULR, paper", "DP-ULR, ours", "DP-SGD, paper", "DP-SGD as in the paper, ours"]
     heads += ["epsilon", "hidden-direction (certified)", "DP-SGD tuned (certified)"]
     rows = []
-    held = more.get("holdout", 0)
     for batch, sigma0 in settings:
         ours = _by_method([table1_runs(batch, sigma0, seed, epochs, **more) for seed in range(seeds)], file)
-        proved = _by_method([certified_runs(batch, sigma0, seed, epochs, held) for seed in range(seeds)], certified)
+        proved = _by_method([certified_runs(batch, sigma0, seed, epochs) for seed in range(seeds)], certified)
         paper = TABLE1[batch][sigma0]
         row = [f"{batch}", f"{sigma0:g}", f"{paper[0]:.2f} / {paper[1]:.2f}", both(ours[0])]
         row += [f"{paper[2]:.2f} / {paper[3]:.2f}", both(ours[1], best=True), f"{epsilon_of(batch, sigma0, epochs):.3f}"]
@@ -96,6 +95,17 @@ def model_size(settings: Sequence[tuple[int, str]], file: Path, seeds: int, epoc
         row = [f"{batch}", model, f"{paper[0]:.2f} / {paper[1]:.2f}", both(ours[0])]
         rows.append([*row, f"{paper[2]:.2f} / {paper[3]:.2f}", both(ours[1], best=True)])
     return _markdown(heads, rows)
+
+
+def growth(settings: Sequence[tuple[int, float]], file: Path) -> str:
+    """How long the vector of all parameters is after the first and the last epoch of seed 0."""
+    rows = []
+    for batch, sigma0 in settings:
+        ends = []
+        for results in _by_method([table1_runs(batch, sigma0, 0)], file):
+            ends += [f"{point['parameter_norm']:.0f}" for result in results for point in (result["curve"][0], result["curve"][-1])]
+        rows += [[f"{batch}", f"{sigma0:g}", *ends]] if len(ends) == 4 else []
+    return _markdown(["batch", "sigma0", "DP-ULR, epoch 1", "DP-ULR, epoch 25", "DP-SGD, epoch 1", "DP-SGD, epoch 25"], rows)
 
 
 def listing(runs: Sequence[PaperRun], file: Path) -> str:

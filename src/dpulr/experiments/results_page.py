@@ -1,4 +1,4 @@
-"""Fill docs/results.md from the results files: the tables between its marks, and the pictures beside it.
+"""Fill docs/results.md and docs/paper.md from the results files: the tables between their marks, and the pictures of the first.
 
 python -m dpulr.experiments.results_page
 """
@@ -9,12 +9,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dpulr.experiments import options, table
-from dpulr.experiments.paper_numbers import TABLE1
+from dpulr.experiments import options, paper_tables, table
+from dpulr.experiments.paper_numbers import MODEL_SIZE, TABLE1
 from dpulr.experiments.results_file import found
 from dpulr.experiments.sweep import mean_and_spread
 
 SEEDS = 3
+CIFAR_EPOCHS, SIZE_EPOCHS = 1, 25  # what has been run of the paper's
 OURS, THEIRS, PAPER = "#1f6fb4", "#c8553d", "#8a8a8a"
 
 
@@ -92,19 +93,36 @@ def verdict(study: str, file: Path) -> str:
     return " ".join(lines)
 
 
+def paper_parts(results: Path) -> dict[str, str]:
+    """The tables of docs/paper.md, by the names of their commands."""
+    runs, certified, images = results / "table1.json", results / "mnist-table.json", results / "cifar.json"
+    settings = [(batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row]
+    sizes = [(batch, model) for batch, row in MODEL_SIZE.items() for model in row]
+    cifar = [run for label in ("dp-sgd", *paper_tables.CIFAR) for run in paper_tables.cifar_runs(label, 0, CIFAR_EPOCHS)]
+    return {
+        "table1": paper_tables.table1(settings, runs, certified, SEEDS, paper_tables.EPOCHS),
+        "growth": paper_tables.growth(settings, runs),
+        "repeats": paper_tables.listing(paper_tables.repeats_runs(500, 4.0, 0), runs),
+        "model-size": paper_tables.model_size(sizes, runs, SEEDS, SIZE_EPOCHS),
+        "cifar": paper_tables.listing(cifar, images),
+        "baselines": paper_tables.baselines(runs, certified, SEEDS, paper_tables.EPOCHS),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    parser.add_argument("--pages", type=Path, default=Path("docs"))
     chosen = parser.parse_args()
     parts = {"options": options.markdown(SEEDS, chosen.results / "options.json")}
     for study in table.studies():
         file = chosen.results / f"{study}-table.json"
         parts[study] = table.markdown(study, SEEDS, file) + "\n\n" + verdict(study, file)
         if file.exists():
-            draw(study, file, chosen.page.parent / "images" / f"results-{study}.png")
-    fill(chosen.page, parts)
-    print(f"Filled {chosen.page}.")
+            draw(study, file, chosen.pages / "images" / f"results-{study}.png")
+    fill(chosen.pages / "results.md", parts)
+    fill(chosen.pages / "paper.md", paper_parts(chosen.results))
+    print(f"Filled results.md and paper.md in {chosen.pages}.")
 
 
 if __name__ == "__main__":

@@ -134,6 +134,15 @@ class Forward(ABC):
     def _losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
         """`all_losses`, where nothing raises."""
 
+    def moved_together(self, clean: Clean, deltas: Deltas) -> Tensor:
+        """(repeats, records) losses of passes through the whole model in which all these sites are moved."""
+        repeats, records = deltas[0][1].shape[:2]
+        if records == 0:
+            return clean.losses.new_zeros(repeats, 0)
+        with self._moved(deltas):
+            output = call_on_copy(self.model, clean.tiled("inputs", clean.inputs, repeats))
+        return self.loss_fn(output, clean.tiled("targets", clean.targets, repeats)).view(repeats, records)
+
     @contextmanager
     def _moved(self, moves: Deltas) -> Iterator[None]:
         """While it lasts, these sites add their perturbation to whatever they put out."""

@@ -100,6 +100,15 @@ class Bound(ABC):
         return None
 
     @property
+    def without_noise(self) -> str:
+        """What a noise multiplier of 0 means."""
+        return "no noise was added"
+
+    def denominator(self, expected_batch_size: float, rejection_threshold: int) -> float:
+        """What the release is divided by: a public number."""
+        return expected_batch_size
+
+    @property
     @abstractmethod
     def noise_std(self) -> float:
         """Standard deviation of the noise on every number of the release."""

@@ -7,10 +7,11 @@ record's gradient by the one-sided likelihood ratio; it is clipped to C, layer b
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from dpulr.accounting.events import PaperRelease
-from dpulr.forward.replay import Clean, Forward, HookedForward, Move, TracedForward
+from dpulr.forward.replay import Clean, Forward, LoneForward
 from dpulr.forward.sites import Site, Space
+from dpulr.forward.synthetic import rows
 from dpulr.layers import Call
 from dpulr.layers.affine import AffineRule
 from dpulr.layers.base import flat_norm
@@ -38,9 +40,11 @@ class Paper(Mechanism):
     target_std           sigma0; 0 is plain, non-private ULR. None: the engine's noise_multiplier
     repeats              K, perturbations a record and layer
     max_grad_norm        C, the clip bound of each layer; math.inf does not clip, where target_std is 0
-    rejection_threshold  N_B: smaller batches are drawn again, and the update is divided by it. None: what the engine was given.
+    rejection_threshold  N_B: smaller batches are drawn again, and the update is divided by it. None: what the engine was given; if
+                         that is none either, nothing is rejected, and the update is divided by the expected batch size.
                          Layers share the batch, so the largest of their thresholds rejects; each divides by its own
-    sigma                the largest standard deviation that is injected at a layer's output. The paper does not state its value
+    sigma                the largest standard deviation that is injected at a layer's output; over sqrt(fan-in) where parameters are
+                         perturbed. The paper does not state its value
     remedy               where the batch's covariance lacks rank: "extra-noise" along its eigenvectors, with sigma as given;
                          "parameters" perturbs the parameters instead (the paper's virtual linear layer); "none" raises an error;
                          "auto" follows eq:sigma in the layers that have full rank and adds extra noise in the others
@@ -103,7 +107,8 @@ class BoundPaper(Bound):
         """What the controller decided in this step, layer by layer. It depends on the batch: nothing covers it."""
         self._extra: list[Covariance | None] = []
         self._warned: set[str] = set()
-        self._joint: Forward = self._check_simultaneous() if settings.simultaneous else forward
+        if settings.simultaneous:
+            self._check_simultaneous()
 
     # --- settings of a step -------------------------------------------------------------------------------------------
     def _now(self, name: str) -> tuple[float, ...]:
@@ -114,8 +119,16 @@ class BoundPaper(Bound):
         return min(self.target_stds()) if self.settings.owns_noise else None
 
     @property
+    def without_noise(self) -> str:
+        return "no noise was added to some layers" if any(self.target_stds()) else super().without_noise
+
+    @property
     def rejection_threshold(self) -> int | None:
         return int(max(self._now("rejection_threshold"))) if "rejection_threshold" in self._schedules else None
+
+    def denominator(self, expected_batch_size: float, rejection_threshold: int) -> float:
+        """N_B; without one, the expected batch size."""
+        return rejection_threshold or expected_batch_size
 
     def target_stds(self) -> tuple[float, ...]:
         return self._now("target_std") if self.settings.owns_noise else (self.noise_multiplier,) * len(self.blocks)
@@ -134,7 +147,8 @@ class BoundPaper(Bound):
         """Sum of the clipped gradients. To choose sigma, the controller needs the clean losses and Jacobians of the whole batch."""
         chunks = list(self.record_chunks(inputs, targets))
         stds = self.target_stds()
-        covariances = [Covariance(blocks, self.dtype, self.device) for blocks in self.blocks]
+        precise = self.dtype if self.settings.remedy == "extra-noise" else torch.float64  # eq:sigma needs the smallest eigenvalue
+        covariances = [Covariance(blocks, precise, self.device) for blocks in self.blocks]
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         parts = self._parts(total)
         at_once = self.settings.remedy == "extra-noise" and len(chunks) > 1  # sigma is given: one clean pass does for both
@@ -196,7 +210,7 @@ class BoundPaper(Bound):
         everything = zip(self._parts(release), self._parts(noise), self.blocks, self.controls, self._extra, sizes, strict=True)
         for part, normal, blocks, control, covariance, size in everything:
             if covariance is not None:
-                packed = blocks.pack(blocks.site.rule.split(normal.to(self.dtype)))
+                packed = blocks.pack(blocks.site.rule.split(normal.to(covariance.dtype)))
                 credit = 1 / (control.repeats * control.sigma**2)
                 extra = blocks.unpack(covariance.extra_noise(packed, control.target_std * control.clip, credit))
                 for name, view in blocks.site.rule.split(part).items():
@@ -208,6 +222,7 @@ class BoundPaper(Bound):
     def _control(self, stds: tuple[float, ...], covariances: list[Covariance]) -> None:
         """Choose sigma for each layer (eq:sigma), or the extra noise."""
         self.controls, self._extra = [], []
+        self._check_shared(self._now("repeats"))
         settings = zip(stds, self._now("repeats"), self._now("max_grad_norm"), self._now("sigma"), strict=True)
         for i, (std, repeats, clip, most) in enumerate(settings):
             most *= self.forward.sites[i].scale
@@ -249,15 +264,14 @@ class BoundPaper(Bound):
         largest = max(self.row_bytes(site) for site in sites)
         for repeats in self.repeat_chunks(largest, clean.records, controls[0].repeats):
             z = [directions.normal(repeats, clean.records, site.dim) for site in sites]
-            deltas = [control.sigma * draw for control, draw in zip(controls, z, strict=True)]
-            with self._perturbing(deltas) as inputs:
-                losses = self._joint._losses(clean, [Move(0, sites[0].perturbed(clean.calls[0], deltas[0]))])[0]
-            inputs[0] = clean.tiled("first input", clean.calls[0].input, repeats)
+            losses, inputs = self._noisy_pass(clean, [control.sigma * draw for control, draw in zip(controls, z, strict=True)])
             losses = torch.where(torch.isfinite(losses), losses, 0)
             for i, (site, blocks, control) in enumerate(zip(sites, self.blocks, controls, strict=True)):
                 assert isinstance(blocks, RowBlocks)
-                u = losses.unsqueeze(2) * z[i] / (control.repeats * control.sigma)
-                rows, signals = blocks.rows(inputs[i]), blocks.signals(u.view(-1, *site.output_shape))
+                good = torch.isfinite(inputs[i]).flatten(1).all(1)  # other rows add nothing
+                x = inputs[i].masked_fill(~good.view(-1, *[1] * (inputs[i].dim() - 1)), 0)
+                u = (losses * good.view_as(losses)).unsqueeze(2) * z[i] / (control.repeats * control.sigma)
+                rows, signals = blocks.rows(x), blocks.signals(u.view(-1, *site.output_shape))
                 found[i].append((_by_record(rows, clean.records), _by_record(signals, clean.records)))
         for i, (blocks, control) in enumerate(zip(self.blocks, controls, strict=True)):
             rows, signals = (torch.cat(tensors, dim=2) for tensors in zip(*found[i], strict=True))
@@ -267,42 +281,56 @@ class BoundPaper(Bound):
             for name, view in blocks.site.rule.split(parts[i]).items():
                 view += gradient[name]
 
+    def _noisy_pass(self, clean: Clean, deltas: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Losses (repeats, records) with all layers moved, and the inputs the layers saw. Rows whose pass raises have loss NaN."""
+        try:
+            with self._watching() as inputs:
+                return self.forward.moved_together(clean, list(enumerate(deltas))), inputs
+        except Exception:  # whatever a black box may raise
+            if self.forward.probe is None:
+                raise
+            self.forward.check_alive([0])
+        repeats, records = deltas[0].shape[:2]
+        losses = clean.losses.new_full((repeats, records), math.nan)
+        inputs = [call.input.new_zeros(repeats, *call.input.shape) for call in clean.calls]
+        for r, n in itertools.product(range(repeats), range(records)):
+            with suppress(Exception), self._watching() as seen:
+                alone = self.forward.clean(*rows((clean.inputs, clean.targets), n, n + 1))
+                losses[r, n] = self.forward.moved_together(alone, [(i, d[r : r + 1, n : n + 1]) for i, d in enumerate(deltas)])
+                for every, one in zip(inputs, seen, strict=True):
+                    every[r, n] = one[0]
+        return losses, [every.flatten(0, 1) for every in inputs]
+
     @contextmanager
-    def _perturbing(self, deltas: list[Tensor]) -> Iterator[list[Tensor]]:
-        """While it lasts, all layers but the first add their noise to their output; it keeps the inputs they saw."""
-        inputs = [torch.empty(0)] * len(deltas)
-        handles = []
-        for i, site in enumerate(self.forward.sites):
-            if i > 0:
+    def _watching(self) -> Iterator[list[Tensor]]:
+        """While it lasts, it keeps the inputs that the layers see."""
+        inputs = [torch.empty(0)] * len(self.forward.sites)
 
-                def hook(module: nn.Module, args: Any, output: Tensor, i: int = i) -> Tensor:
-                    inputs[i] = args[0]
-                    return output + deltas[i].view_as(output)
+        def hook(i: int) -> Any:
+            def keep(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+                inputs[i] = Call(args, kwargs, output).input.clone()  # what follows may change it in place
 
-                handles.append(site.layer.module.register_forward_hook(hook))
+            return keep
+
+        handles = [site.layer.module.register_forward_hook(hook(i), with_kwargs=True) for i, site in enumerate(self.forward.sites)]
         try:
             yield inputs
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _check_simultaneous(self) -> Forward:
-        """The forward that runs all layers: a replay from the first one, if all the others lie downstream of it."""
+    def _check_simultaneous(self) -> None:
         for site, blocks in zip(self.forward.sites, self.blocks, strict=True):
             if not isinstance(blocks, RowBlocks):
                 raise ValueError(f"simultaneous noise needs layers with an output space of rows; {site.layer.label} has none.")
-        for step in (0, *getattr(self.settings.repeats, "keys", tuple)()):
-            if len(set(self._schedules["repeats"].at(int(step)))) > 1:
-                raise ValueError("with simultaneous noise all layers share the passes: repeats must be the same for all.")
-        forward = self.forward
-        if type(forward) is HookedForward:
-            return forward
-        if not isinstance(forward, TracedForward):
+        if isinstance(self.forward, LoneForward):
             raise ValueError("simultaneous noise needs a model that runs on whole batches.")
-        replayed = {node.target for node in forward.suffix((0,)).program.graph.nodes if node.op == "call_module"}
-        if all(layer.name in replayed for layer in forward.layers[1:]):
-            return forward
-        return HookedForward(forward.model, forward.loss_fn, forward.layers)
+        for step in (0, *getattr(self.settings.repeats, "keys", tuple)()):
+            self._check_shared(self._schedules["repeats"].at(int(step)))
+
+    def _check_shared(self, repeats: tuple[float, ...]) -> None:
+        if self.settings.simultaneous and len(set(repeats)) > 1:
+            raise ValueError("with simultaneous noise all layers share the passes: repeats must be the same for all.")
 
 
 def _perturbed(site: Site, call: Call, z: Tensor, sigma: float) -> Tensor:
@@ -320,12 +348,12 @@ def _by_record(rows: Tensor, records: int) -> Tensor:
 
 def _norms(rows: Tensor, signals: Tensor) -> Tensor:
     """Norm of each record's sum over positions of signal (outer) row, by Gram matrices or directly, whichever is smaller."""
-    positions, width, copies = rows.shape[2], rows.shape[3], signals.shape[3]
+    positions, width, copies, dtype = rows.shape[2], rows.shape[3], signals.shape[3], signals.dtype
     if positions * positions > width * copies:
         return flat_norm(signals.transpose(2, 3) @ rows)
     rows, signals = rows.double(), signals.double()
     square = ((rows @ rows.transpose(2, 3)) * (signals @ signals.transpose(2, 3))).sum((1, 2, 3))
-    norms: Tensor = square.clamp_min(0).sqrt()
+    norms: Tensor = square.clamp_min(0).sqrt().to(dtype)
     return norms
 
 

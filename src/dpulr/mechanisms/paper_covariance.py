@@ -30,13 +30,14 @@ class Covariance:
     """Sum over the batch of L_0^2 J^T J, kept as its few rows or as a matrix a block, whichever is smaller."""
 
     def __init__(self, blocks: Blocks, dtype: torch.dtype, device: torch.device) -> None:
-        self.width = blocks.width
+        self.width, self.dtype = blocks.width, dtype
         self._rows = torch.zeros(blocks.count, 0, blocks.width, dtype=dtype, device=device)
         self._matrix: Tensor | None = None
         self._decomposed: tuple[Tensor, Tensor] | None = None
 
     def add_rows(self, rows: Tensor) -> None:
         """Add sum_r rows_r rows_r^T, rows (blocks, any number, width)."""
+        rows = rows.to(self.dtype)
         if self.stays_thin(rows.shape[1]):
             self._rows = torch.cat([self._rows, rows], dim=1) if self._rows.shape[1] else rows
         else:
@@ -186,6 +187,7 @@ class AffineBlocks(RowBlocks):
         if not bool(torch.isfinite(x.sum())):
             bad = ~torch.isfinite(x).flatten(1).all(1) | ~torch.isfinite(losses)
             x, losses = x.masked_fill(bad.view(-1, *[1] * (x.dim() - 1)), 0), losses.masked_fill(bad, 0)
+        x, losses = x.to(covariance.dtype), losses.to(covariance.dtype)
         moment = self.rule.second_moment(x)
         if "bias" in self.shapes:
             mean = torch.tensordot(losses, x, 1).unsqueeze(0)
@@ -239,7 +241,7 @@ class EmbeddingBlocks(Blocks):
 
     def add(self, call: Call, losses: Tensor, covariance: Covariance) -> None:
         tokens = call.input.reshape(call.records, -1)
-        squares = _finite(losses).square().unsqueeze(1).expand_as(tokens)
+        squares = _finite(losses).to(covariance.dtype).square().unsqueeze(1).expand_as(tokens)
         matrix = squares.new_zeros(self.count).index_add_(0, tokens.flatten(), squares.flatten())
         padding = getattr(self.site.layer.module, "padding_idx", None)
         if padding is not None:
@@ -261,7 +263,7 @@ class WeightBlocks(Blocks):
         self.count, self.copies, self.width = 1, site.rule.weight_dim, 1
 
     def add(self, call: Call, losses: Tensor, covariance: Covariance) -> None:
-        covariance.add_matrix(_finite(losses).square().sum().view(1, 1, 1))
+        covariance.add_matrix(_finite(losses).to(covariance.dtype).square().sum().view(1, 1, 1))
 
     def pack(self, views: Views) -> Tensor:
         return torch.cat([views[name].flatten() for name in self.shapes]).view(1, -1, 1)

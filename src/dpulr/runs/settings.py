@@ -78,7 +78,8 @@ class Settings:
         extra = dict(_table(values.pop("mechanism_options", {})))
         for name, value in map(_pair, sets):
             if name.startswith("mechanism."):
-                extra[name.removeprefix("mechanism.")] = value
+                option = name.removeprefix("mechanism.")
+                extra[option] = "none" if value is None and option == "remedy" else value  # there, none is a choice
             else:
                 values[name] = value
         if values.get("mechanism") == "paper" and values.setdefault("target_epsilon", None) is not None:
