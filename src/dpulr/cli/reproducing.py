@@ -14,7 +14,9 @@ import typer
 from dpulr.runs.errors import UsageError
 
 if TYPE_CHECKING:
+    from dpulr.experiments.paper_runs import PaperRun
     from dpulr.experiments.reproduction import Setting, Watcher
+    from dpulr.experiments.training import Recipe
 
 reproduce = typer.Typer(
     help="Run the paper's tables and figures again. What the results hold is not repeated, so a stopped command goes on.",
@@ -30,6 +32,8 @@ Repeats = Annotated[int | None, typer.Option(min=1, help="K, which the paper doe
 Sigma = Annotated[float | None, typer.Option(help="Standard deviation of the injected noise, which the paper does not state.")]
 Holdout = Annotated[int, typer.Option(min=0, help="For tuning: test on the last so many training records, train on the others.")]
 Scaled = Annotated[bool, typer.Option("--scaled", help="Inputs of mean 0 and variance 1 instead of pixels in [0, 1].")]
+Methods = Annotated[list[str] | None, typer.Option("--methods", help="Only dp-ulr, dp-sgd, hidden-direction or dp-sgd-tuned.")]
+TorchStart = Annotated[bool, typer.Option("--torch-start", help="The initial weights of torch instead of He's.")]
 Show = Annotated[bool, typer.Option("--show", help="Run nothing: print what the results hold.")]
 Results = Annotated[Path, typer.Option(help="Folder of the results.")]
 Images = Annotated[Path, typer.Option(help="Folder of the pictures.")]
@@ -48,7 +52,9 @@ def table1(
     repeats: Repeats = None,
     sigma: Sigma = None,
     holdout: Holdout = 0,
+    methods: Methods = None,
     scaled: Scaled = False,
+    torch_start: TorchStart = False,
     show: Show = False,
     results: Results = _RESULTS,
 ) -> None:
@@ -58,12 +64,22 @@ def table1(
     from dpulr.experiments.paper_runs import AS_LOADED
 
     known = {f"{batch}:{sigma0:g}": (batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row}
-    rescale = AS_LOADED if scaled else None
-    chosen, own = _chosen(known, settings), _given(repeats=repeats, sigma=sigma, holdout=holdout, rescale=rescale)
+    chosen, wanted = _chosen(known, settings), _chosen({method: method for method in tables.METHODS}, methods)
+    ours = {"rescale": AS_LOADED if scaled else None, "start": "torch" if torch_start else None}
+    own = _given(repeats=repeats, sigma=sigma, holdout=holdout, **ours)
     file, certified = results / "table1.json", results / "mnist-table.json"
-    _run(lambda seed: [r for c in chosen for r in tables.table1_runs(*c, seed, epochs, **own)], seeds, file, jobs, show)
-    certify = not (show or holdout)  # tuning is for the paper's methods
-    _run(lambda seed: [r for c in chosen for r in tables.certified_runs(*c, seed, epochs)], seeds, certified, jobs, not certify)
+
+    def paper(seed: int) -> list[PaperRun]:
+        return [run for c in chosen for run in tables.table1_runs(*c, seed, epochs, **own) if run.method in wanted]
+
+    def proved(seed: int) -> list[Recipe]:
+        if holdout:  # tuning is for the paper's methods
+            return []
+        both = [zip(tables.METHODS[2:], tables.certified_runs(*c, seed, epochs), strict=True) for c in chosen]
+        return [run for pair in both for name, run in pair if name in wanted]
+
+    _run(paper, seeds, file, jobs, show)
+    _run(proved, seeds, certified, jobs, show)
     print("Accuracies in per cent, training / validation (seeds); certified ones on the validation records.")
     print(tables.table1(chosen, file, certified, seeds, epochs, **own))
 

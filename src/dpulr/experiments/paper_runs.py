@@ -36,7 +36,7 @@ AS_LOADED = (0.0, 1.0)
 @dataclass(frozen=True)
 class PaperRun:
     """Settings of one run. `holdout` takes the last so many training records as test set, for tuning; `rescale` = (a, b) turns
-    every input x, as loaded, into a + b x."""
+    every input x, as loaded, into a + b x; `start` says whose initial weights the MLP has."""
 
     method: Method
     batch_size: int
@@ -49,12 +49,15 @@ class PaperRun:
     sigma: float = 1.0
     holdout: int = 0
     rescale: tuple[float, float] = UNIT
+    start: Literal["he", "torch"] = "he"
 
     def describe(self) -> dict[str, Any]:
         """As plain values; what the method does not use is left out."""
         values = {**asdict(self), "learning_rate": LEARNING_RATES[self.method]}
         if self.method in ("dp-sgd", "sgd"):
             del values["repeats"], values["sigma"]
+        if self.start == "he":
+            del values["start"]  # as in results from before there was a choice
         return values
 
 
@@ -105,7 +108,14 @@ def run(setting: PaperRun, progress: Progress | None = None) -> dict[str, Any]:
 def make_model(setting: PaperRun) -> nn.Module:
     if setting.model == "resnet5":
         return dpulr.models.resnet5(seed=setting.seed)
-    return dpulr.models.mlp(dpulr.models.MLP_SIZES[setting.model], seed=setting.seed)
+    model = dpulr.models.mlp(dpulr.models.MLP_SIZES[setting.model], seed=setting.seed)
+    if setting.start == "torch":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(setting.seed)
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    module.reset_parameters()
+    return model
 
 
 def _engine_steps(setting: PaperRun, model: nn.Module, train: Any) -> Iterator[Callable[[float], None]]:

@@ -18,6 +18,7 @@ from dpulr.experiments.table import epsilon_of, recipe
 from dpulr.experiments.training import Recipe
 from dpulr.mechanisms import ZerothOrder
 
+METHODS = ("dp-ulr", "dp-sgd", "hidden-direction", "dp-sgd-tuned")  # of table 1: the paper's two, and two certified ones
 REPEATS, SIGMA = 16, 1.0
 EPOCHS = 25
 
@@ -32,7 +33,9 @@ def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **mo
     own = {"repeats": REPEATS, "sigma": SIGMA} | more
     return [
         PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own),
-        PaperRun("dp-sgd", batch, sigma0, epochs, seed, **{name: own[name] for name in ("holdout", "rescale") if name in own}),
+        PaperRun(
+            "dp-sgd", batch, sigma0, epochs, seed, **{name: own[name] for name in ("holdout", "rescale", "start") if name in own}
+        ),
     ]
 
 
