@@ -31,12 +31,8 @@ ZEROTH_ORDER_RATE = 30.0  # held-out accuracy after 3 epochs: 34, 58, 77 and 80 
 def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
     """DP-ULR and the paper's DP-SGD for one setting."""
     own = {"repeats": REPEATS, "sigma": SIGMA} | more
-    return [
-        PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own),
-        PaperRun(
-            "dp-sgd", batch, sigma0, epochs, seed, **{name: own[name] for name in ("holdout", "rescale", "start") if name in own}
-        ),
-    ]
+    shared = {name: value for name, value in own.items() if name not in ("repeats", "sigma")}
+    return [PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own), PaperRun("dp-sgd", batch, sigma0, epochs, seed, **shared)]
 
 
 def certified_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS) -> list[Recipe]:
