@@ -23,7 +23,7 @@ REPEATS, SIGMA = 16, 1.0
 EPOCHS = 25
 
 CIFAR = {"50:5": (1_000, 5.0), "25:8": (2_000, 8.0), "25:4": (2_000, 4.0)}  # 1/q : sigma0, as the paper names its panels
-CIFAR_REPEATS = 4
+CIFAR_REPEATS = 2
 REPEAT_STUDY = (4, 16, 64)
 ZEROTH_ORDER_RATE = 30.0  # held-out accuracy after 3 epochs: 34, 58, 77 and 80 % at 1, 3, 10 and 30
 

@@ -15,7 +15,7 @@ from dpulr.experiments.results_file import found
 from dpulr.experiments.sweep import mean_and_spread
 
 SEEDS = 3
-CIFAR_EPOCHS, SIZE_EPOCHS = 1, 25  # what has been run of the paper's
+CIFAR_EPOCHS, SIZE_EPOCHS, REPEATS_EPOCHS = 1, 2, 5  # what has been run of docs/paper.md
 OURS, THEIRS, PAPER = "#1f6fb4", "#c8553d", "#8a8a8a"
 
 
@@ -99,10 +99,11 @@ def paper_parts(results: Path) -> dict[str, str]:
     settings = [(batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row]
     sizes = [(batch, model) for batch, row in MODEL_SIZE.items() for model in row]
     cifar = [run for label in ("dp-sgd", *paper_tables.CIFAR) for run in paper_tables.cifar_runs(label, 0, CIFAR_EPOCHS)]
+    repeats = [run for batch in (64, 500) for run in paper_tables.repeats_runs(batch, 4.0, 0, REPEATS_EPOCHS)]
     return {
         "table1": paper_tables.table1(settings, runs, certified, SEEDS, paper_tables.EPOCHS),
         "growth": paper_tables.growth(settings, runs),
-        "repeats": paper_tables.listing(paper_tables.repeats_runs(500, 4.0, 0), runs),
+        "repeats": paper_tables.listing(repeats, runs),
         "model-size": paper_tables.model_size(sizes, runs, SEEDS, SIZE_EPOCHS),
         "cifar": paper_tables.listing(cifar, images),
         "baselines": paper_tables.baselines(runs, certified, SEEDS, paper_tables.EPOCHS),
