@@ -32,6 +32,8 @@ def test_a_sweep_runs_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.M
     file.write_text(json.dumps(stored))
     sweep.sweep([replace(recipe, target_epsilon=0.8015866155080694) for recipe in recipes], file)
     assert len(runs) == 2
+    sweep.sweep([replace(recipe, epochs=float(recipe.epochs)) for recipe in recipes], file)
+    assert len(runs) == 2
     sweep.sweep([replace(recipes[0], mechanism=HiddenDirection(repeats=4, blocks=2))], file)
     assert len(runs) == 3
     assert len(results_file.found(recipes, file)) == 2
@@ -67,3 +69,11 @@ def test_every_option_makes_a_recipe() -> None:
     for members in options.variants().values():
         for variant in members.values():
             assert [recipe.holdout for recipe in options.recipes(*variant, 0)] == [10_000] * 3
+
+
+def test_the_pages_hold_what_the_results_say(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    page = tmp_path / "paper.md"
+    page.write_text((root / "docs/paper.md").read_text())
+    results_page.fill(page, results_page.paper_parts(root / "results"))
+    assert page.read_text() == (root / "docs/paper.md").read_text()

@@ -46,7 +46,7 @@ def _known(file: Path) -> dict[str, Result]:
 def _key(recipe: dict[str, Any]) -> str:
     """What tells runs apart: settings of the mechanism count where they differ from its defaults, so that options may be added.
 
-    Epsilon counts to six digits: a computed one differs in the last bit from machine to machine.
+    Epsilon counts to six digits: a computed one differs in the last bit from machine to machine. 4 and 4.0 are the same.
     """
     plain = dict(recipe)
     if "mechanism" in plain:
@@ -54,4 +54,12 @@ def _key(recipe: dict[str, Any]) -> str:
         plain["mechanism"] = {n: v for n, v in plain["mechanism"].items() if n not in defaults or v != defaults[n]}
     if plain.get("target_epsilon"):
         plain["target_epsilon"] = float(f"{plain['target_epsilon']:.6g}")
-    return json.dumps(plain, sort_keys=True, default=str)
+    return json.dumps(_as_floats(plain), sort_keys=True, default=str)
+
+
+def _as_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_floats(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_floats(item) for item in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
