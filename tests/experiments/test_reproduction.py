@@ -13,6 +13,7 @@ import torch
 from dpulr.accounting import gaussian_epsilon
 from dpulr.cli.main import main
 from dpulr.experiments import paper_runs, reproduction, training
+from dpulr.experiments import paper_tables as tables
 from dpulr.experiments.paper_numbers import MODEL_SIZE, TABLE1
 from dpulr.experiments.paper_runs import PaperRun, run
 from dpulr.experiments.training import Recipe
@@ -106,7 +107,7 @@ def test_a_command_runs_prints_and_goes_on(
     for _ in range(2):
         assert main(["reproduce", "cifar", "--settings", "dp-sgd,50:5", "--epochs", "1", "--jobs", "1", *folders]) == 0
         printed = capsys.readouterr()
-        assert "| dp-ulr | 1000 | 5 | 4 | 0 | 30.00 / 25.00 (1) | 25.0 | 1.000 | 2 |" in printed.out
+        assert f"| dp-ulr | 1000 | 5 | {tables.CIFAR_REPEATS} | 0 | 30.00 / 25.00 (1) | 25.0 | 1.000 | 2 |" in printed.out
     assert ran == ["dp-sgd", "dp-ulr"]
     assert "2 runs, 2 of them known" in printed.err
     assert (tmp_path / "i/paper-cifar.png").stat().st_size > 10_000
