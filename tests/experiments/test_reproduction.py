@@ -98,17 +98,22 @@ def test_a_command_runs_prints_and_goes_on(
 
     def made_up(setting: PaperRun, progress: Any = None) -> dict[str, Any]:
         ran.append(setting.method)
+        for share in (0.1, 0.3, 0.4, 0.6, 1.0):
+            progress(share)
         point = {"epoch": 1, "train_accuracy": 0.3, "test_accuracy": 0.25}
         about = {"test_accuracy": 0.25, "curve": [point], "nominal_epsilon": 1.0, "seconds": 2.0}
         return {"recipe": setting.describe(), **about}
 
     monkeypatch.setattr(paper_runs, "run", made_up)
     folders = ["--results", str(tmp_path / "r"), "--images", str(tmp_path / "i")]
+    seen = ""
     for _ in range(2):
         assert main(["reproduce", "cifar", "--settings", "dp-sgd,50:5", "--epochs", "1", "--jobs", "1", *folders]) == 0
         printed = capsys.readouterr()
+        seen += printed.err
         assert f"| dp-ulr | 1000 | 5 | {tables.CIFAR_REPEATS} | 0 | 30.00 / 25.00 (1) | 25.0 | 1.000 | 2 |" in printed.out
     assert ran == ["dp-sgd", "dp-ulr"]
+    assert [line.split(": ")[1] for line in seen.splitlines() if line.startswith("dp-sgd")][:2] == ["25 %", "50 %"]
     assert "2 runs, 2 of them known" in printed.err
     assert (tmp_path / "i/paper-cifar.png").stat().st_size > 10_000
 

@@ -233,13 +233,19 @@ def _run(runs_of: Callable[[int], Sequence[R]], seeds: int, file: Path, jobs: in
 
 
 class _Lines:
-    """A line a finished run."""
+    """A line a quarter of a run, and one when it has finished."""
+
+    def __init__(self) -> None:
+        self.quarters: dict[str, int] = {}
 
     def began(self, total: int, known: int) -> None:
         print(f"{total} runs, {known} of them known", file=sys.stderr, flush=True)
 
     def moved(self, title: str, share: float) -> None:
-        pass
+        quarter = int(4 * share)
+        if self.quarters.get(title, 0) < quarter < 4:
+            self.quarters[title] = quarter
+            print(f"{title}: {25 * quarter} %", file=sys.stderr, flush=True)
 
     def done(self, result: dict[str, Any]) -> None:
         print(_line(result), file=sys.stderr, flush=True)
