@@ -56,6 +56,7 @@ def test_runs_side_by_side_are_kept_and_not_repeated(tmp_path: Path) -> None:
         assert result["nominal_epsilon"] > 0
         assert result["steps"] == 10
         assert {"version", "torch", "python", "machine", "at", "seconds"} <= set(result)
+    assert "opacus" in results[1]
     assert results[2]["nominal_epsilon"] is None
 
 

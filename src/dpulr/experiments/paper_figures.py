@@ -88,10 +88,12 @@ def draw_cifar(file: Path, seed: int, epochs: int, path: Path, **more: Any) -> N
         results = found(cifar_runs(label, seed, epochs, **more), file)
         for result in results:
             _accuracies(axis, result["curve"], result["recipe"]["method"], SGD if label == "dp-sgd" else ULR)
-            axis.set_title(f"{_panel(label)}, nominal epsilon {result['nominal_epsilon']:.2f}", fontsize=10)
+            axis.set_title(f"{_panel(label)}\nnominal epsilon {result['nominal_epsilon']:.2f}", fontsize=10)
         if not results:
-            axis.set_title(f"{_panel(label)}: not run", fontsize=10)
+            axis.set_title(f"{_panel(label)}\nnot run", fontsize=10)
         axis.set_xlabel("epoch")
+        axis.set_xlim(0, epochs + 0.5)
+        axis.locator_params(axis="x", integer=True)
         axis.set_ylim(0, 60)
     axes[0].set_ylabel("accuracy, %")
     figure.suptitle("ResNet-5 on CIFAR-10: accuracy by epoch (dotted: training). Epsilons are nominal: no guarantee", fontsize=10)

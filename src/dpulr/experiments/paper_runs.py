@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -102,6 +103,7 @@ def run(setting: PaperRun, progress: Progress | None = None) -> dict[str, Any]:
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": dpulr.__version__,
         "torch": torch.__version__,
+        **({"opacus": version("opacus")} if setting.method == "dp-sgd" else {}),
     }
 
 
