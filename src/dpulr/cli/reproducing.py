@@ -60,11 +60,9 @@ def table1(
 ) -> None:
     """MNIST, 15 settings (batch:sigma0): DP-ULR and DP-SGD as the paper has them; hidden-direction and DP-SGD certified, tuned."""
     from dpulr.experiments import paper_tables as tables
-    from dpulr.experiments.paper_numbers import TABLE1
     from dpulr.experiments.paper_runs import AS_LOADED
 
-    known = {f"{batch}:{sigma0:g}": (batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row}
-    chosen, wanted = _chosen(known, settings), _chosen({method: method for method in tables.METHODS}, methods)
+    chosen, wanted = _chosen(tables.SETTINGS, settings), _chosen({method: method for method in tables.METHODS}, methods)
     ours = {"rescale": AS_LOADED if scaled else None, "start": "torch" if torch_start else None}
     own = _given(repeats=repeats, sigma=sigma, holdout=holdout, **ours)
     file, certified = results / "table1.json", results / "mnist-table.json"
@@ -97,10 +95,8 @@ def model_size(
 ) -> None:
     """MNIST, sigma0 = 8, three sizes of the MLP and three batch sizes (batch:model). Small at 64 is a run of table1."""
     from dpulr.experiments import paper_tables as tables
-    from dpulr.experiments.paper_numbers import MODEL_SIZE
 
-    known = {f"{batch}:{model}": (batch, model) for batch, row in MODEL_SIZE.items() for model in row}
-    chosen, own = _chosen(known, settings), _given(repeats=repeats, sigma=sigma)
+    chosen, own = _chosen(tables.SIZES, settings), _given(repeats=repeats, sigma=sigma)
     file = results / "table1.json"
     _run(lambda seed: [r for c in chosen for r in tables.model_size_runs(*c, seed, epochs, **own)], seeds, file, jobs, show)
     print("Accuracies in per cent, training / validation (seeds).")
@@ -119,10 +115,8 @@ def repeats_study(
 ) -> None:
     """MNIST, DP-ULR with K = 4, 16, 64 (batch:sigma0): what the number of repeats does, which the paper does not state."""
     from dpulr.experiments import paper_tables as tables
-    from dpulr.experiments.paper_numbers import TABLE1
 
-    known = {f"{batch}:{sigma0:g}": (batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row}
-    chosen, own = _chosen(known, settings or ["500:4"]), _given(sigma=sigma)
+    chosen, own = _chosen(tables.SETTINGS, settings or ["500:4"]), _given(sigma=sigma)
     file = results / "table1.json"
     runs = _run(lambda seed: [r for c in chosen for r in tables.repeats_runs(*c, seed, epochs, **own)], seeds, file, jobs, show)
     print(tables.listing(runs, file))

@@ -18,6 +18,8 @@ from dpulr.experiments.table import epsilon_of, recipe
 from dpulr.experiments.training import Recipe
 from dpulr.mechanisms import ZerothOrder
 
+SETTINGS = {f"{batch}:{sigma0:g}": (batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row}  # of table 1
+SIZES = {f"{batch}:{model}": (batch, model) for batch, row in MODEL_SIZE.items() for model in row}
 METHODS = ("dp-ulr", "dp-sgd", "hidden-direction", "dp-sgd-tuned")  # of table 1: the paper's two, and two certified ones
 REPEATS, SIGMA = 16, 1.0
 EPOCHS = 25

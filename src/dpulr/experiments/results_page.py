@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpulr.experiments import options, paper_tables, table
-from dpulr.experiments.paper_numbers import MODEL_SIZE, TABLE1
+from dpulr.experiments.paper_numbers import TABLE1
 from dpulr.experiments.results_file import found
 from dpulr.experiments.sweep import mean_and_spread
 
@@ -96,8 +96,7 @@ def verdict(study: str, file: Path) -> str:
 def paper_parts(results: Path) -> dict[str, str]:
     """The tables of docs/paper.md, by the names of their commands."""
     runs, certified, images = results / "table1.json", results / "mnist-table.json", results / "cifar.json"
-    settings = [(batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row]
-    sizes = [(batch, model) for batch, row in MODEL_SIZE.items() for model in row]
+    settings, sizes = list(paper_tables.SETTINGS.values()), list(paper_tables.SIZES.values())
     cifar = [run for label in ("dp-sgd", *paper_tables.CIFAR) for run in paper_tables.cifar_runs(label, 0, CIFAR_EPOCHS)]
     repeats = [run for batch in (64, 500) for run in paper_tables.repeats_runs(batch, 4.0, 0, REPEATS_EPOCHS)]
     return {

@@ -5,6 +5,7 @@ A model that can't be taken apart (torch.fx) is run as a whole, once a site with
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -134,18 +135,40 @@ class Forward(ABC):
     def _losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
         """`all_losses`, where nothing raises."""
 
-    def moved_together(self, clean: Clean, deltas: Deltas) -> Tensor:
-        """(repeats, records) losses of passes through the whole model in which all these sites are moved."""
-        repeats, records = deltas[0][1].shape[:2]
-        if records == 0:
-            return clean.losses.new_zeros(repeats, 0)
-        with self._moved(deltas):
+    def moved_together(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """(repeats, records) losses of passes through the whole model with every site moved, and the inputs that the sites saw.
+
+        A row whose pass raises gets NaN, as in `all_losses`, and inputs of 0.
+        """
+        try:
+            return self._whole(clean, deltas)
+        except Exception:  # as there
+            if self.probe is None:
+                raise
+            self.check_alive([0])
+        repeats, records = deltas[0].shape[:2]
+        losses = clean.losses.new_full((repeats, records), math.nan)
+        inputs = [call.input.new_zeros(repeats, *call.input.shape) for call in clean.calls]
+        for r, i in itertools.product(range(repeats), range(records)):
+            with suppress(Exception):
+                alone = self.clean(*rows((clean.inputs, clean.targets), i, i + 1))
+                losses[r, i], seen = self._whole(alone, [delta[r : r + 1, i : i + 1] for delta in deltas])
+                for all_rows, row in zip(inputs, seen, strict=True):
+                    all_rows[r, i] = row[0]
+        return losses, [all_rows.flatten(0, 1) for all_rows in inputs]
+
+    def _whole(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """`moved_together`, where nothing raises."""
+        repeats, records = deltas[0].shape[:2]
+        inputs: dict[int, Tensor] = {}
+        with self._moved(list(enumerate(deltas)), inputs):
             output = call_on_copy(self.model, clean.tiled("inputs", clean.inputs, repeats))
-        return self.loss_fn(output, clean.tiled("targets", clean.targets, repeats)).view(repeats, records)
+        losses = self.loss_fn(output, clean.tiled("targets", clean.targets, repeats)).view(repeats, records)
+        return losses, [inputs[site] for site in range(len(deltas))]
 
     @contextmanager
-    def _moved(self, moves: Deltas) -> Iterator[None]:
-        """While it lasts, these sites add their perturbation to whatever they put out."""
+    def _moved(self, moves: Deltas, inputs: dict[int, Tensor] | None = None) -> Iterator[None]:
+        """While it lasts, these sites add their perturbation to whatever they put out. What they see is kept in `inputs`."""
         waiting = {site for site, _ in moves}
         busy: set[int] = set()
 
@@ -157,6 +180,8 @@ class Forward(ABC):
                 busy.add(site)
                 try:
                     call = Call(args, kwargs, output, *self.per_record[site : site + 1])
+                    if inputs is not None:
+                        inputs[site] = call.input.clone()  # what follows may change it in place
                     return self.sites[site].perturbed(call, delta.flatten(0, 1).unsqueeze(0))[0]
                 finally:
                     busy.discard(site)

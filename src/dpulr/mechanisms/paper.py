@@ -7,21 +7,17 @@ record's gradient by the one-sided likelihood ratio; it is clipped to C, layer b
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpulr.accounting.events import PaperRelease
 from dpulr.forward.replay import Clean, Forward, LoneForward
 from dpulr.forward.sites import Site, Space
-from dpulr.forward.synthetic import rows
 from dpulr.layers import Call
 from dpulr.layers.affine import AffineRule
 from dpulr.layers.base import flat_norm
@@ -264,7 +260,8 @@ class BoundPaper(Bound):
         largest = max(self.row_bytes(site) for site in sites)
         for repeats in self.repeat_chunks(largest, clean.records, controls[0].repeats):
             z = [directions.normal(repeats, clean.records, site.dim) for site in sites]
-            losses, inputs = self._noisy_pass(clean, [control.sigma * draw for control, draw in zip(controls, z, strict=True)])
+            deltas = [control.sigma * draw for control, draw in zip(controls, z, strict=True)]
+            losses, inputs = self.forward.moved_together(clean, deltas)
             losses = torch.where(torch.isfinite(losses), losses, 0)
             for i, (site, blocks, control) in enumerate(zip(sites, self.blocks, controls, strict=True)):
                 assert isinstance(blocks, RowBlocks)
@@ -280,44 +277,6 @@ class BoundPaper(Bound):
             gradient = blocks.unpack(torch.einsum("ngpc,ngpw->gcw", signals, rows))
             for name, view in blocks.site.rule.split(parts[i]).items():
                 view += gradient[name]
-
-    def _noisy_pass(self, clean: Clean, deltas: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Losses (repeats, records) with all layers moved, and the inputs the layers saw. Rows whose pass raises have loss NaN."""
-        try:
-            with self._watching() as inputs:
-                return self.forward.moved_together(clean, list(enumerate(deltas))), inputs
-        except Exception:  # whatever a black box may raise
-            if self.forward.probe is None:
-                raise
-            self.forward.check_alive([0])
-        repeats, records = deltas[0].shape[:2]
-        losses = clean.losses.new_full((repeats, records), math.nan)
-        inputs = [call.input.new_zeros(repeats, *call.input.shape) for call in clean.calls]
-        for r, n in itertools.product(range(repeats), range(records)):
-            with suppress(Exception), self._watching() as seen:
-                alone = self.forward.clean(*rows((clean.inputs, clean.targets), n, n + 1))
-                losses[r, n] = self.forward.moved_together(alone, [(i, d[r : r + 1, n : n + 1]) for i, d in enumerate(deltas)])
-                for every, one in zip(inputs, seen, strict=True):
-                    every[r, n] = one[0]
-        return losses, [every.flatten(0, 1) for every in inputs]
-
-    @contextmanager
-    def _watching(self) -> Iterator[list[Tensor]]:
-        """While it lasts, it keeps the inputs that the layers see."""
-        inputs = [torch.empty(0)] * len(self.forward.sites)
-
-        def hook(i: int) -> Any:
-            def keep(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-                inputs[i] = Call(args, kwargs, output).input.clone()  # what follows may change it in place
-
-            return keep
-
-        handles = [site.layer.module.register_forward_hook(hook(i), with_kwargs=True) for i, site in enumerate(self.forward.sites)]
-        try:
-            yield inputs
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _check_simultaneous(self) -> None:
         for site, blocks in zip(self.forward.sites, self.blocks, strict=True):

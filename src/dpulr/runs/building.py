@@ -55,14 +55,19 @@ def mechanism(settings: Settings) -> Mechanism:
     if kind is None:
         raise UsageError(f"mechanism is {settings.mechanism!r}; it must be one of {', '.join(_MECHANISMS)}.")
     options = dict(settings.mechanism_options)
-    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    known = {item.name: item.default for item in fields(kind)}  # type: ignore[arg-type]
     if "repeats" in known and settings.repeats is not None:
         options.setdefault("repeats", settings.repeats)
-    unknown = sorted(set(options) - known)
+    unknown = sorted(set(options) - set(known))
     if unknown:
         raise UsageError(f"{settings.mechanism} has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}.")
+    for name, value in options.items():
+        if isinstance(value, list):
+            options[name] = tuple(value)
+        elif value is None and isinstance(known[name], str):
+            options[name] = "none"  # the word, where a setting takes words
     try:
-        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+        return kind(**options)
     except (TypeError, ValueError) as problem:
         raise UsageError(str(problem)) from problem
 

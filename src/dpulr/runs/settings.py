@@ -78,8 +78,7 @@ class Settings:
         extra = dict(_table(values.pop("mechanism_options", {})))
         for name, value in map(_pair, sets):
             if name.startswith("mechanism."):
-                option = name.removeprefix("mechanism.")
-                extra[option] = "none" if value is None and option == "remedy" else value  # there, none is a choice
+                extra[name.removeprefix("mechanism.")] = value
             else:
                 values[name] = value
         if values.get("mechanism") == "paper" and values.setdefault("target_epsilon", None) is not None:
