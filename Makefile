@@ -56,13 +56,13 @@ check-accounting: setup-dev
 
 audit: setup-dev
 	@echo "--- the full audit, into results/audit.json and docs/audit.md; it goes on where it stopped"
-	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.audit.sweep
+	OMP_NUM_THREADS=1 $(BIN)/python -m reproduction.audit_sweep
 
 results: setup-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.experiments.table --dataset mnist
-	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.experiments.table --dataset fashion-mnist
-	OMP_NUM_THREADS=1 $(BIN)/python -m dpulr.experiments.options
-	$(BIN)/python -m dpulr.experiments.results_page
+	OMP_NUM_THREADS=1 $(BIN)/python -m reproduction.table --dataset mnist
+	OMP_NUM_THREADS=1 $(BIN)/python -m reproduction.table --dataset fashion-mnist
+	OMP_NUM_THREADS=1 $(BIN)/python -m reproduction.options
+	$(BIN)/python -m reproduction.results_page
 
 bench: setup-dev
 	$(BIN)/python benchmarks/bench.py

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("DPULR_CACHE", "off")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "accounting"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from accounting_oracle import epsilon_near, nodes, product_nodes
+from tests.support.accounting_oracle import epsilon_near, nodes, product_nodes
 
 from dpulr import accounting as acc
 

@@ -13,10 +13,10 @@ from timing import stepped, timed
 from torch import nn
 
 import dpulr
-from dpulr.forward.replay import TracedForward
-from dpulr.forward.sites import Site
 from dpulr.mechanisms.coordinates import Coordinates
 from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
+from dpulr.model.replay import TracedForward
+from dpulr.model.sites import Site
 from dpulr.randomness import Directions, GaussianNoise
 from dpulr.sampling import PoissonSampling, Records
 

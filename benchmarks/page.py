@@ -11,8 +11,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 from bench import GHOST, HOOKS, ONE, PLAIN, report_goals, table
-
-from dpulr.experiments.results_page import fill
+from reproduction.results_page import fill
 
 COLORS = {PLAIN: "#8a8a8a", GHOST: "#c8553d", HOOKS: "#e0a458", ONE: "#1f6fb4"}
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpulr
-from dpulr.mechanisms.paper import BoundPaper
-from dpulr.mechanisms.paper_covariance import AffineBlocks, Covariance
+from dpulr.paper.covariance import AffineBlocks, Covariance
+from dpulr.paper.mechanism import BoundPaper
 
 WARM = 2
 

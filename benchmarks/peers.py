@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from reproduction.opacus import Batches
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpulr
-from dpulr.experiments.baselines import Batches
 
 Step = Callable[[], None]
 NOISE, RATE = 2.0, 0.05

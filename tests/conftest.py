@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "runs"))
-
-from small_cli import SMALL, Ended, dpulr
+from tests.support.small_cli import SMALL, Ended, dpulr
 
 torch.set_num_threads(1)
 

@@ -31,7 +31,14 @@ __all__ = [
     "runs",
 ]
 
-_MODULES = {"accounting", "audit", "data", "models", "runs"}
+_MODULES = {
+    "accounting": "accounting",
+    "audit": "audit",
+    "data": "data",
+    "layers": "model.layers",
+    "models": "models",
+    "runs": "runs",
+}
 _HOME = {
     "Gaussian": "mechanisms",
     "HiddenDirection": "mechanisms",
@@ -45,7 +52,7 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"dpulr.{name}")
+        return importlib.import_module(f"dpulr.{_MODULES[name]}")
     if name in _HOME:
         return getattr(importlib.import_module(f"dpulr.{_HOME[name]}"), name)
     raise AttributeError(f"module 'dpulr' has no attribute {name!r}")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dpulr.forward.checks import LossFunction
-from dpulr.forward.synthetic import call_model, like, tile
 from dpulr.mechanisms.base import Mechanism
+from dpulr.model.batches import call_model, like, tile
+from dpulr.model.row_independence import LossFunction
 from dpulr.sampling import Records
 
 

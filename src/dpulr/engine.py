@@ -25,11 +25,11 @@ from dpulr.arguments import (
     smaller_neighbour,
     whole,
 )
-from dpulr.forward.checks import LossFunction
-from dpulr.forward.prepare import prepare
-from dpulr.forward.sites import find_layers
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.base import Guarantee
+from dpulr.model.prepare import prepare
+from dpulr.model.row_independence import LossFunction
+from dpulr.model.sites import find_layers
 from dpulr.randomness import GaussianNoise, RandomSource
 from dpulr.sampling import PoissonSampling, Records, ShuffledSampling
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpulr.layers.base import row_norm
+from dpulr.model.layers.base import row_norm
 
 
 class RandomSource:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from dpulr.accounting import checks
+from dpulr import validate
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class PoissonSampling:
     private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checks.rate(self.sample_rate)
-        checks.whole("rejection_threshold", self.rejection_threshold, 0)
+        validate.rate(self.sample_rate)
+        validate.whole("rejection_threshold", self.rejection_threshold, 0)
 
     def check(self, records: int) -> None:
         """Refuse a threshold that nearly no batch of a data set of this size reaches: drawing would never end."""

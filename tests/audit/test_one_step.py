@@ -49,7 +49,7 @@ def test_sampling_and_several_steps(mechanism: str) -> None:
 @pytest.mark.parametrize("rate", [1 / 3, 0.07, 1 / 150])
 def test_opacus_samples_at_the_rate_that_is_claimed(rate: float) -> None:
     """Or refuses it: Opacus takes its own rate from the number of batches."""
-    from dpulr.audit.opacus_game import OpacusGame
+    from reproduction.opacus_game import OpacusGame
 
     if rate == 0.07:
         with pytest.raises(ValueError, match="1 over a whole number"):

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import small_job
 from rich.console import Console
-from small_cli import SMALL, Ended
+from tests.support import small_job
+from tests.support.small_cli import SMALL, Ended
 
 from dpulr import accounting, runs
 from dpulr.cli.live import LiveView
 
 Cli = Callable[..., Ended]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(small_job.__file__).parent)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def test_help_comes_at_once() -> None:
@@ -75,10 +75,10 @@ def test_every_option_has_a_help_line(command: list[str], run_cli: Cli) -> None:
         (["train", "--mechanism", "magic"], 2, "'magic'"),
         (["train", "--set", "mechanism.colour=1"], 2, "'colour'"),
         (["train", "--dataset", "nowhere:data"], 2, "'nowhere' can't be imported"),
-        (["train", *SMALL, "--model", "small_job:nothing"], 2, "'nothing'"),
-        (["train", *SMALL, "--model", "small_job:failing_model"], 2, "this model can't be made"),
-        (["train", *SMALL, "--model", "small_job:data"], 2, "torch.nn.Module"),
-        (["train", *SMALL, "--dataset", "small_job:model"], 2, "(train, test)"),
+        (["train", *SMALL, "--model", "tests.support.small_job:nothing"], 2, "'nothing'"),
+        (["train", *SMALL, "--model", "tests.support.small_job:failing_model"], 2, "this model can't be made"),
+        (["train", *SMALL, "--model", "tests.support.small_job:data"], 2, "torch.nn.Module"),
+        (["train", *SMALL, "--dataset", "tests.support.small_job:model"], 2, "(train, test)"),
         (["train", *SMALL, "--batch-size", "1000"], 2, "only 200 records"),
         (["train", *SMALL, "--target-delta", "2"], 2, "target_delta is 2.0"),
         (["resume", "nowhere"], 2, "nowhere"),

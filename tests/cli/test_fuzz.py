@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_cli import SMALL, Ended
+from tests.support.small_cli import SMALL, Ended
 
 from dpulr.data import fetch
-from dpulr.runs import RunError, checkpoint, running
+from dpulr.runs import RunError, checkpoint
+from dpulr.runs import run as running
 from dpulr.runs.settings import NAMES
 
 Cli = Callable[..., Ended]
@@ -64,8 +65,8 @@ JUNK = (
         "16,16",
     ),
     *(
-        "small_job:failing_model",
-        "small_job:missing",
+        "tests.support.small_job:failing_model",
+        "tests.support.small_job:missing",
         "mlp",
         "mnist",
         "gaussian",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_cli import SMALL, Ended
+from tests.support.small_cli import SMALL, Ended
 
 from dpulr.accounting.events import GaussianRelease, SampledStep
 from dpulr.runs import PrivacyRefusal, files
@@ -62,9 +62,9 @@ def test_a_charge_is_synced_before_append_returns(tmp_path: Path, monkeypatch: p
 
 def test_the_step_is_charged_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the mechanism starts to compute, the step must be on disk; and no noise may have been drawn into anything."""
-    import small_job
+    from tests.support import small_job
 
-    from dpulr.experiments.training import Recipe, Training
+    from dpulr.runs.training import Recipe, Training
 
     training = Training(Recipe("gaussian", batch_size=20, steps=3, target_epsilon=2), small_job.data()[0], small_job.model())
     training.engine.use_ledger(DiskLedger.create(tmp_path, START))

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_cli import SMALL, Ended
+from tests.support.small_cli import SMALL, Ended
 
 import dpulr
 from dpulr import accounting
-from dpulr.experiments.training import Recipe
 from dpulr.runs import Interrupted, Settings, building, checkpoint
 from dpulr.runs.files import read_lines
 from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.stopping import Stop
+from dpulr.runs.training import Recipe
 
 Cli = Callable[..., Ended]
 HERE = Path(__file__).parent
@@ -91,7 +91,7 @@ def test_a_config_can_hold_everything(tmp_path: Path, run_cli: Cli, monkeypatch:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(
         'out = "here"\njson = true\nshow_unprotected = true\nallow_uncertified = true\nsampling = "shuffle"\nsteps = 2\n'
-        'dataset = "small_job:data"\nmodel = "small_job:model"\nmechanism = "gaussian"\nbatch_size = 20\ntarget_epsilon = 2\n'
+        'dataset = "tests.support.small_job:data"\nmodel = "tests.support.small_job:model"\nmechanism = "gaussian"\nbatch_size = 20\ntarget_epsilon = 2\n'
     )
     ended = run_cli("train", "--config", "job.toml")
     assert ended.code == 0, ended.err
@@ -304,7 +304,16 @@ def test_an_existing_folder_is_left_alone(finished: Path, tmp_path: Path, run_cl
 
 
 PAPER = (
-    *("--dataset", "small_job:data", "--model", "small_job:model", "--mechanism", "paper", "--batch-size", "20"),
+    *(
+        "--dataset",
+        "tests.support.small_job:data",
+        "--model",
+        "tests.support.small_job:model",
+        "--mechanism",
+        "paper",
+        "--batch-size",
+        "20",
+    ),
     *("--noise-multiplier", "4", "--evaluations", "3", "--learning-rate", "0.05", "--set", "mechanism.remedy=extra-noise"),
 )
 

@@ -18,15 +18,15 @@ _HOMES = {
         "SampledStep",
         "Unaccounted",
     ),
-    "functions": (
+    "shortcuts": (
         "auto_rejection_threshold",
         "gaussian_epsilon",
         "hidden_direction_epsilon",
         "hidden_direction_release",
     ),
     "ledger": ("Ledger",),
-    "paper": ("NominalEpsilon", "paper_nominal", "paper_nominal_epsilon"),
-    "pricing": ("delta_at", "epsilon", "privacy_profile"),
+    "dpulr.paper.nominal": ("NominalEpsilon", "paper_nominal", "paper_nominal_epsilon"),
+    "privacy_cost": ("delta_at", "epsilon", "privacy_profile"),
     "rejection": ("AUTO_FRACTION",),
     "statement": ("PrivacySpent", "privacy_spent"),
 }
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
         SampledStep,
         Unaccounted,
     )
-    from dpulr.accounting.functions import (
+    from dpulr.accounting.ledger import Ledger
+    from dpulr.accounting.privacy_cost import delta_at, epsilon, privacy_profile
+    from dpulr.accounting.rejection import AUTO_FRACTION
+    from dpulr.accounting.shortcuts import (
         auto_rejection_threshold,
         gaussian_epsilon,
         hidden_direction_epsilon,
         hidden_direction_release,
     )
-    from dpulr.accounting.ledger import Ledger
-    from dpulr.accounting.paper import NominalEpsilon, paper_nominal, paper_nominal_epsilon
-    from dpulr.accounting.pricing import delta_at, epsilon, privacy_profile
-    from dpulr.accounting.rejection import AUTO_FRACTION
     from dpulr.accounting.statement import PrivacySpent, privacy_spent
+    from dpulr.paper.nominal import NominalEpsilon, paper_nominal, paper_nominal_epsilon
 
 __all__ = [
     "AUTO_FRACTION",
@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
     module = _HOME.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{module}"), name)
+    value = getattr(import_module(module if "." in module else f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 

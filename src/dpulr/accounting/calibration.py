@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from dpulr.accounting import cache, checks
+from dpulr import validate
+from dpulr.accounting import cache
 from dpulr.accounting.events import Charge, GaussianRelease, PaperRelease, Release, SampledStep, to_dict
-from dpulr.accounting.functions import PerLayer, hidden_direction_release
-from dpulr.accounting.pricing import epsilon, total_shift
+from dpulr.accounting.privacy_cost import epsilon, total_shift
+from dpulr.accounting.shortcuts import PerLayer, hidden_direction_release
 from dpulr.accounting.small_signal import equivalent_noise, likely_noise, likely_shift
 
 TOLERANCE = 5e-4  # relative width at which the search for the noise ends
@@ -75,10 +76,10 @@ def calibrate_release(
     method: str = "pld",
 ) -> float:
     """The same for any release that gets cheaper as the noise multiplier grows."""
-    checks.positive("target_epsilon", target_epsilon)
-    checks.delta(delta)
-    checks.whole("steps", steps, 1)
-    checks.method(method)
+    validate.positive("target_epsilon", target_epsilon)
+    validate.delta(delta)
+    validate.whole("steps", steps, 1)
+    validate.method(method)
 
     def charge(noise: float) -> Charge:
         return Charge(SampledStep(make_release(noise), sample_rate, rejection_threshold, min_dataset_size), steps)
@@ -174,8 +175,8 @@ def max_steps(
     step: SampledStep, *, target_epsilon: float, delta: float, already: Iterable[Charge] = (), method: str = "pld"
 ) -> int:
     """The largest number of such steps that stays within the target, on top of what is already spent. It may be 0."""
-    checks.positive("target_epsilon", target_epsilon)
-    checks.delta(delta)
+    validate.positive("target_epsilon", target_epsilon)
+    validate.delta(delta)
     spent = list(already)
 
     def price(count: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dpulr.accounting import checks
+from dpulr import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class GaussianRelease:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        checks.positive("noise_multiplier", self.noise_multiplier)
+        validate.positive("noise_multiplier", self.noise_multiplier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class HiddenSite:
     frame: int = 1
 
     def __post_init__(self) -> None:
-        checks.whole("dim", self.dim, 1)
-        checks.positive("noise_ratio", self.noise_ratio)
-        checks.whole("repeats", self.repeats, 1)
-        checks.whole("frame", self.frame, 1)
+        validate.whole("dim", self.dim, 1)
+        validate.positive("noise_ratio", self.noise_ratio)
+        validate.whole("repeats", self.repeats, 1)
+        validate.whole("frame", self.frame, 1)
         if self.frame > self.dim:
             raise ValueError(f"frame is {self.frame}, but only {self.dim} orthonormal directions fit in dimension {self.dim}.")
         if self.repeats % self.frame:
@@ -66,7 +66,7 @@ class HiddenDirectionRelease:
         if not self.sites and not self.gaussian:
             raise ValueError("A hidden-direction release needs at least one site or one exact part; none was given.")
         for noise in self.gaussian:
-            checks.positive("gaussian", noise)
+            validate.positive("gaussian", noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class PaperRelease:
     layers: int = 1
 
     def __post_init__(self) -> None:
-        checks.positive("target_std", self.target_std)
-        checks.whole("layers", self.layers, 1)
+        validate.positive("target_std", self.target_std)
+        validate.whole("layers", self.layers, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,10 @@ class SampledStep:
     def __post_init__(self) -> None:
         if not isinstance(self.release, GaussianRelease | HiddenDirectionRelease | PaperRelease):
             raise ValueError(f"{type(self.release).__name__} is not a release this version knows.")
-        checks.rate(self.sample_rate)
-        checks.whole("rejection_threshold", self.rejection_threshold, 0)
+        validate.rate(self.sample_rate)
+        validate.whole("rejection_threshold", self.rejection_threshold, 0)
         if self.min_dataset_size is not None:
-            checks.whole("min_dataset_size", self.min_dataset_size, 1)
+            validate.whole("min_dataset_size", self.min_dataset_size, 1)
         if self.rejection_threshold == 0:
             return
         if self.min_dataset_size is None:
@@ -130,7 +130,7 @@ class Charge:
     count: int
 
     def __post_init__(self) -> None:
-        checks.whole("count", self.count, 0)
+        validate.whole("count", self.count, 0)
 
 
 Event = GaussianRelease | HiddenSite | HiddenDirectionRelease | PaperRelease | Unaccounted | SampledStep | Charge

@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 from scipy import special
 
+from dpulr.accounting.composition import compose
+from dpulr.accounting.dominating_pairs import CUT, Array, Cells, atoms, cells, gaussian_cells, normal_mass
 from dpulr.accounting.events import HiddenDirectionRelease
-from dpulr.accounting.pairs import CUT, Array, Cells, atoms, cells, gaussian_cells, normal_mass
-from dpulr.accounting.pld import compose
 
 WIDTH = 0.05  # of a cell, in standard deviations
 HEIGHTS, TAIL_HEIGHTS = 3200, 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dpulr.accounting import events, pricing
+from dpulr.accounting import events, privacy_cost
 from dpulr.accounting.events import Charge, SampledStep, Unaccounted
 
 FORMAT = 1
@@ -37,10 +37,10 @@ class Ledger:
 
     @property
     def certified(self) -> bool:
-        return pricing.is_certified(self.charges)
+        return privacy_cost.is_certified(self.charges)
 
     def epsilon(self, delta: float, method: str = "pld") -> float:
-        return pricing.epsilon(self.charges, delta, method)
+        return privacy_cost.epsilon(self.charges, delta, method)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "charges": [events.to_dict(charge) for charge in self.charges]}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from scipy import special
 
-from dpulr.accounting import checks
+from dpulr import validate
 
 AUTO_FRACTION = 0.01
 
@@ -42,9 +42,9 @@ def largest_threshold(
     epsilon_at: Callable[[int], float], *, sample_rate: float, min_dataset_size: int, fraction: float = AUTO_FRACTION
 ) -> int:
     """The largest N_B <= qN whose epsilon is at most (1 + fraction) times that without rejection."""
-    checks.rate(sample_rate)
-    checks.whole("min_dataset_size", min_dataset_size, 1)
-    checks.positive("fraction", fraction)
+    validate.rate(sample_rate)
+    validate.whole("min_dataset_size", min_dataset_size, 1)
+    validate.positive("fraction", fraction)
     allowed = (1 + fraction) * epsilon_at(0)
     low, high = 0, int(sample_rate * min_dataset_size) + 1  # epsilon_at(low) is allowed; high is out of reach
     while high - low > 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from dpulr.accounting import checks
+from dpulr import validate
 from dpulr.accounting.events import (
     Charge,
     GaussianRelease,
@@ -16,9 +16,9 @@ from dpulr.accounting.events import (
     SampledStep,
     Unaccounted,
 )
-from dpulr.accounting.paper import nominal_of
-from dpulr.accounting.pricing import epsilon as price
-from dpulr.accounting.pricing import merged
+from dpulr.accounting.privacy_cost import epsilon as price
+from dpulr.accounting.privacy_cost import merged
+from dpulr.paper.nominal import nominal_of
 
 Guarantee = Literal["certified", "nominal", "none"]
 
@@ -62,7 +62,7 @@ def privacy_spent(
     method: str = "pld",
 ) -> PrivacySpent:
     """Price the charges and say what kind of guarantee stands behind the number. `reasons` void it."""
-    checks.delta(delta)
+    validate.delta(delta)
     joined = merged(charges)
     steps = [charge.step for charge in joined]
     sampled = [step for step in steps if isinstance(step, SampledStep)]

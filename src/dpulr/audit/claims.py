@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dpulr.accounting import pricing
+from dpulr.accounting import privacy_cost
+from dpulr.accounting.composition import Curve
 from dpulr.accounting.events import (
     Charge,
     GaussianRelease,
@@ -17,7 +18,6 @@ from dpulr.accounting.events import (
     Release,
     SampledStep,
 )
-from dpulr.accounting.pld import Curve
 from dpulr.audit.bounds import Array
 
 FINEST = 64  # noise is scaled by powers of 2 ** (1 / FINEST)
@@ -37,7 +37,7 @@ class Claim:
         return [Charge(self.step, self.steps)]
 
     def epsilon(self, delta: float) -> float:
-        return pricing.epsilon(self.charges, delta)
+        return privacy_cost.epsilon(self.charges, delta)
 
     def scaled(self, exponent: int) -> Claim:
         """The claim of the same mechanism with its noise multiplied by 2 ** (exponent / FINEST)."""
@@ -53,8 +53,8 @@ class Claim:
     @cached_property
     def _lines(self) -> tuple[Array, Array]:
         """Each epsilon bounds the power by a straight line; from both directions of the claim."""
-        pair = pricing.curves(self.charges, 1e-9)
-        shift = pricing.total_shift(self.charges)
+        pair = privacy_cost.curves(self.charges, 1e-9)
+        shift = privacy_cost.total_shift(self.charges)
         eps, delta = _profile(pair.remove)
         slopes, offsets = [np.exp(eps)], [math.exp(-shift) * delta - math.expm1(-shift)]
         eps, delta = _profile(pair.add)  # Pr[no alarm | out] <= e^(eps + shift) Pr[no alarm | in] + delta

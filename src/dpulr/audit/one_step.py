@@ -93,7 +93,7 @@ def one_step(
         settings["dim"] = dim
         shared: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps, "seed": seed}
         if mechanism == "opacus":
-            from dpulr.audit.opacus_game import OpacusGame
+            from reproduction.opacus_game import OpacusGame
 
             game = OpacusGame(dim=dim, **shared)
         elif isinstance(by_name(mechanism), ZerothOrder):

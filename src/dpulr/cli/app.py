@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dpulr.cli import auditing, datasets, evaluating, planning, reporting, reproducing, training
+from dpulr.cli import audit, data, evaluate, plan, report, train
 
 app = typer.Typer(
     name="dpulr",
@@ -34,11 +34,10 @@ def _common(
         raise typer.Exit(2)
 
 
-app.command("train")(training.train)
-app.command("resume")(training.resume)
-app.command("plan")(planning.plan)
-app.command("audit")(auditing.audit)
-app.command("report")(reporting.report)
-app.command("evaluate")(evaluating.evaluate)
-app.add_typer(datasets.data, name="data")
-app.add_typer(reproducing.reproduce, name="reproduce")
+app.command("train")(train.train)
+app.command("resume")(train.resume)
+app.command("plan")(plan.plan)
+app.command("audit")(audit.audit)
+app.command("report")(report.report)
+app.command("evaluate")(evaluate.evaluate)
+app.add_typer(data.data, name="data")

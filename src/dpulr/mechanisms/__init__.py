@@ -5,8 +5,8 @@ from __future__ import annotations
 from dpulr.mechanisms.base import Bound, Mechanism
 from dpulr.mechanisms.gaussian import Gaussian
 from dpulr.mechanisms.hidden_direction import HiddenDirection
-from dpulr.mechanisms.paper import Paper
 from dpulr.mechanisms.zeroth_order import ZerothOrder
+from dpulr.paper.mechanism import Paper
 
 __all__ = ["Bound", "Gaussian", "HiddenDirection", "Mechanism", "Paper", "ZerothOrder", "by_name"]
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpulr.accounting.events import Release
-from dpulr.forward.replay import Clean, Forward
-from dpulr.forward.sites import Site, Space
-from dpulr.forward.synthetic import rows
 from dpulr.mechanisms.coordinates import Coordinates
+from dpulr.model.batches import rows
+from dpulr.model.replay import Clean, Forward
+from dpulr.model.sites import Site, Space
 from dpulr.randomness import Directions
 
 Guarantee = Literal["certified", "nominal", "none"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpulr.forward.sites import Site
-from dpulr.layers import Call
-from dpulr.layers.base import numel
+from dpulr.model.layers import Call
+from dpulr.model.layers.base import numel
+from dpulr.model.sites import Site
 
 
 class Coordinates:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dpulr.accounting.events import GaussianRelease
-from dpulr.forward.replay import Clean, Forward
-from dpulr.forward.sites import Space
 from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces, weighted
 from dpulr.mechanisms.coordinates import Coordinates
+from dpulr.model.replay import Clean, Forward
+from dpulr.model.sites import Space
 from dpulr.randomness import Directions
 
 Estimator = Literal["likelihood-ratio", "baseline", "antithetic"]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
-from dpulr.forward.replay import Clean, Forward, Move
-from dpulr.forward.sites import Space
 from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces, weighted
-from dpulr.mechanisms.weights import LayerCost, balanced, mean_overlap
+from dpulr.mechanisms.layer_budget import LayerCost, balanced, mean_overlap
+from dpulr.model.replay import Clean, Forward, Move
+from dpulr.model.sites import Space
 from dpulr.randomness import Directions
 
 _EXACT_STEP = 1e-2

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from dpulr.accounting.events import GaussianRelease
-from dpulr.forward.replay import Clean, Forward, LoneForward
-from dpulr.forward.sites import Space
-from dpulr.forward.synthetic import call_on_copy, count, rows
 from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism
+from dpulr.model.batches import call_on_copy, count, rows
+from dpulr.model.replay import Clean, Forward, LoneForward
+from dpulr.model.sites import Space
 from dpulr.randomness import Directions
 
 

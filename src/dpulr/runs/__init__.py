@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpulr.runs.blackbox import BlackBox, load
     from dpulr.runs.errors import Interrupted, PrivacyRefusal, RunError, UsageError
-    from dpulr.runs.running import resume, start
+    from dpulr.runs.run import resume, start
     from dpulr.runs.scoring import Scores, score
     from dpulr.runs.settings import Settings
 
@@ -35,9 +35,9 @@ _HOME = {
     "Settings": "settings",
     "UsageError": "errors",
     "load": "blackbox",
-    "resume": "running",
+    "resume": "run",
     "score": "scoring",
-    "start": "running",
+    "start": "run",
 }
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from dpulr import data, mechanisms, models
-from dpulr.experiments.training import Recipe
 from dpulr.mechanisms import Mechanism
 from dpulr.runs.errors import UsageError
 from dpulr.runs.settings import Settings
+from dpulr.runs.training import Recipe
 
 _MECHANISMS: dict[str, type[Mechanism]] = {
     kind.name: kind

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpulr.forward.synthetic import call_model
+from dpulr.model.batches import call_model
 from dpulr.sampling import Records
 
 

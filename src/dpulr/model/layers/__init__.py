@@ -1,0 +1,46 @@
+"""Layer kinds. `rule_for` finds the rule of a module; `register` adds one for a layer of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from dpulr.model.layers.affine import ConvRule, LinearRule
+from dpulr.model.layers.base import Call, LayerRule, WeightLinearRule
+from dpulr.model.layers.embedding import EmbeddingRule
+from dpulr.model.layers.norm import GroupNormRule, LayerNormRule
+
+__all__ = ["Call", "LayerRule", "WeightLinearRule", "register", "rule_for"]
+
+_RULES: dict[type[nn.Module], type[LayerRule]] = {
+    nn.Linear: LinearRule,
+    nn.Conv1d: ConvRule,
+    nn.Conv2d: ConvRule,
+    nn.Conv3d: ConvRule,
+    nn.Embedding: EmbeddingRule,
+    nn.LayerNorm: LayerNormRule,
+    nn.RMSNorm: LayerNormRule,
+    nn.GroupNorm: GroupNormRule,
+}
+
+
+def register(kind: type[nn.Module], rule: type[LayerRule]) -> None:
+    """Use `rule` for modules of exactly this class."""
+    _RULES[kind] = rule
+
+
+def has_rule(module: nn.Module) -> bool:
+    return type(module) in _RULES
+
+
+def rule_for(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> LayerRule:
+    """The rule of the module's own class; any other module is perturbed in its weights.
+
+    So is a known one that was changed: by a hook of the user, or by parameters of other names (weight normalisation).
+    """
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    kind = LayerRule if changed else _RULES.get(type(module), LayerRule)
+    if kind.handles is not None and not kind.handles.issuperset(parameters):
+        kind = LayerRule
+    return kind(module, parameters)

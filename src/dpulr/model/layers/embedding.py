@@ -1,0 +1,59 @@
+"""`nn.Embedding`: a signal at the output is added to the rows of the record's tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dpulr.model.layers.base import Call, Deltas, WeightLinearRule, flat_norm, not_cancelled, numel
+
+
+class EmbeddingRule(WeightLinearRule):
+    """Two positions with the same token share a row, so norms and gains count how often a token comes."""
+
+    handles = frozenset({"weight"})
+    gains_tell = True  # tokens are whole numbers
+    module: nn.Embedding
+
+    def _tokens(self, call: Call) -> Tensor:
+        return call.input.reshape(call.records, numel(call.input.shape[1:]))
+
+    def _same(self, call: Call) -> Tensor:
+        """(records, positions, positions): True where two positions share a trained row."""
+        tokens = self._tokens(call)
+        same = tokens.unsqueeze(1) == tokens.unsqueeze(2)
+        if self.module.padding_idx is not None:
+            same = same & (tokens != self.module.padding_idx).unsqueeze(1)
+        return same
+
+    def _rows(self, call: Call, signal: Tensor) -> Tensor:
+        return signal.reshape(call.records, self._tokens(call).shape[1], self.module.embedding_dim)
+
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        """Positions are added up where their token comes first: no squares that cancel."""
+        u, same = self._rows(call, signal), self._same(call)
+        first = same & (same.cumsum(2) == 1)
+        return not_cancelled(flat_norm(first.to(u.dtype).transpose(1, 2) @ u), flat_norm(u * same.any(1).unsqueeze(2)))
+
+    def gains(self, call: Call) -> Tensor:
+        return self._same(call).sum(2).amax(1).to(call.output.dtype).sqrt()
+
+    def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
+        u = self._rows(call, signal).flatten(0, 1)
+        tokens = self._tokens(call).flatten()
+        if self.module.padding_idx is not None:
+            u = u * (tokens != self.module.padding_idx).unsqueeze(1)
+        into["weight"].index_add_(0, tokens, u)
+
+    def leave_untrained(self, gradients: dict[str, Tensor]) -> None:
+        if self.module.padding_idx is not None:
+            gradients["weight"][self.module.padding_idx] = 0
+
+    def shift(self, call: Call, deltas: Deltas) -> Tensor:
+        weight, tokens = deltas["weight"], self._tokens(call)
+        repeats, records = weight.shape[:2]
+        index = tokens.view(1, *tokens.shape, 1).expand(repeats, *tokens.shape, weight.shape[-1])
+        rows = torch.gather(weight, 2, index)
+        if self.module.padding_idx is not None:
+            rows = rows * (tokens != self.module.padding_idx).view(1, *tokens.shape, 1)
+        return rows.view(repeats, records, *call.output.shape[1:])

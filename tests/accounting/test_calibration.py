@@ -1,0 +1,100 @@
+"""Calibration returns a noise that was priced and does not overshoot, close to the smallest such noise."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpulr import accounting as acc
+
+
+@given(st.floats(0.01, 50), st.floats(1e-4, 1.0), st.integers(1, 5000), st.floats(1e-8, 1e-3))
+@settings(max_examples=8, deadline=None)
+def test_gaussian_noise_never_overshoots(target, rate, steps, delta):
+    noise = acc.calibrate(target_epsilon=target, delta=delta, sample_rate=rate, steps=steps)
+    setting = {"sample_rate": rate, "steps": steps, "delta": delta}
+    assert acc.gaussian_epsilon(noise_multiplier=noise, **setting) <= target
+    if noise > 0.0011:
+        assert acc.gaussian_epsilon(noise_multiplier=noise * 0.999, **setting) > target
+
+
+@given(st.floats(0.05, 20), st.sampled_from([[10], [128, 10], [3, 2]]), st.integers(1, 3), st.booleans())
+@settings(max_examples=4, deadline=None)
+def test_hidden_direction_noise_never_overshoots(target, dims, repeats, exact_part):
+    setting = {
+        "dims": dims,
+        "repeats": repeats,
+        "gaussian_weights": [0.5] if exact_part else [],
+        "sample_rate": 0.01,
+        "steps": 500,
+        "delta": 1e-5,
+    }
+    noise = acc.calibrate(target_epsilon=target, mechanism="hidden-direction", **setting)
+    assert acc.hidden_direction_epsilon(noise_multiplier=noise, **setting) <= target
+    assert acc.hidden_direction_epsilon(noise_multiplier=noise * 0.999, **setting) > target
+
+
+def test_the_generic_form_and_rejection():
+    setting = {"target_epsilon": 1.0, "delta": 1e-5, "sample_rate": 1 / 120, "steps": 3000}
+    plain = acc.calibrate_release(acc.GaussianRelease, **setting)
+    assert plain == acc.calibrate(**setting)
+    dearer = acc.calibrate_release(acc.GaussianRelease, **setting, rejection_threshold=390, min_dataset_size=59_999)
+    assert dearer >= plain
+    by_rdp = acc.calibrate(**setting, method="rdp")
+    assert by_rdp > plain
+
+
+@given(st.floats(0.5, 5), st.floats(1e-3, 0.5), st.floats(0.1, 10))
+@settings(max_examples=8, deadline=None)
+def test_the_largest_number_of_steps(noise, rate, target):
+    step = acc.SampledStep(acc.GaussianRelease(noise), rate)
+    most = acc.max_steps(step, target_epsilon=target, delta=1e-5)
+    if most:
+        assert acc.epsilon([acc.Charge(step, most)], 1e-5) <= target
+    assert acc.epsilon([acc.Charge(step, most + 1)], 1e-5) > target
+
+
+def test_steps_on_top_of_what_is_spent():
+    step = acc.SampledStep(acc.GaussianRelease(1.0), 0.01)
+    other = acc.Charge(acc.SampledStep(acc.GaussianRelease(2.0), 0.01), 500)
+    alone = acc.max_steps(step, target_epsilon=2.0, delta=1e-5)
+    after = acc.max_steps(step, target_epsilon=2.0, delta=1e-5, already=[other])
+    assert 0 < after < alone
+    assert acc.epsilon([other, acc.Charge(step, after)], 1e-5) <= 2.0
+    assert acc.max_steps(step, target_epsilon=2.0, delta=1e-5, already=[acc.Charge(step, alone)]) == 0
+    assert acc.max_steps(step, target_epsilon=2.0, delta=1e-5, already=[acc.Charge(acc.Unaccounted("x"), 1)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_epsilon": 0.0}, "target_epsilon"),
+        ({"target_epsilon": math.nan}, "target_epsilon"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 2.5}, "steps"),
+        ({"delta": 0.0}, "delta"),
+        ({"sample_rate": 0.0}, "sample_rate"),
+        ({"mechanism": "paper"}, "cannot|can be calibrated"),
+        ({"mechanism": "hidden-direction"}, "dims is empty"),
+    ],
+)
+def test_bad_input(change, message):
+    with pytest.raises(ValueError, match=message):
+        acc.calibrate(**{"target_epsilon": 1.0, "delta": 1e-5, "sample_rate": 0.01, "steps": 100, **change})
+
+
+def test_speed_with_empty_caches():
+    """In seconds of one core: a Gaussian calibration below 2, the paper's MLP at T = 25,000 below 5."""
+    import time
+
+    from dpulr.accounting import hidden_direction, privacy_cost
+
+    hidden_direction.site_cells.cache_clear()
+    privacy_cost.release_cells.cache_clear()
+    start = time.process_time()
+    acc.calibrate(target_epsilon=1.0, delta=1e-5, sample_rate=1 / 120, steps=3000)
+    middle = time.process_time()
+    acc.hidden_direction_epsilon(noise_multiplier=2.0, dims=[128, 64, 32, 10], sample_rate=1 / 120, steps=25_000, delta=1e-5)
+    assert middle - start < 2.0
+    assert time.process_time() - middle < 5.0

@@ -1,0 +1,136 @@
+"""What must hold whatever the setting: monotone, additive, order-free, and sane over the whole stated range."""
+
+import math
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize
+from tests.support.accounting_oracle import gaussian_delta
+
+from dpulr import accounting as acc
+
+DELTA = 1e-5
+noises = st.floats(0.4, 20)
+rates = st.floats(1e-4, 1.0)
+counts = st.integers(1, 2000)
+SLACK = 1.004  # two bounds of one truth may differ by their tightness
+
+
+def gaussian(noise, rate, **more):
+    return acc.SampledStep(acc.GaussianRelease(noise), rate, **more)
+
+
+@given(noises, rates, counts, st.floats(1.02, 3))
+@settings(max_examples=10, deadline=None)
+def test_monotone_in_every_argument(noise, rate, steps, factor):
+    base = acc.epsilon([acc.Charge(gaussian(noise, rate), steps)], DELTA)
+    assert acc.epsilon([acc.Charge(gaussian(noise * factor, rate), steps)], DELTA) <= base * SLACK
+    assert acc.epsilon([acc.Charge(gaussian(noise, rate / factor), steps)], DELTA) <= base * SLACK
+    assert acc.epsilon([acc.Charge(gaussian(noise, rate), steps + 1 + steps // 10)], DELTA) * SLACK >= base
+    assert acc.epsilon([acc.Charge(gaussian(noise, rate), steps)], DELTA * factor) <= base
+
+
+@given(noises, rates, counts, counts)
+@settings(max_examples=8, deadline=None)
+def test_splitting_and_order_do_not_matter(noise, rate, first, second):
+    one, two = gaussian(noise, rate), gaussian(noise * 1.5, rate)
+    whole = acc.epsilon([acc.Charge(one, first), acc.Charge(two, second)], DELTA)
+    split = acc.epsilon([acc.Charge(two, second), acc.Charge(one, first - first // 2), acc.Charge(one, first // 2)], DELTA)
+    assert whole == pytest.approx(split, rel=1e-9, abs=1e-12)
+    ledger = acc.Ledger()
+    for step, count in ((one, first), (two, second)):
+        ledger.append(step, count)
+    assert ledger.epsilon(DELTA) == whole
+    assert ledger.steps == first + second
+
+
+@given(noises, rates, counts, st.floats(0.5, 10), rates, counts)
+@settings(max_examples=8, deadline=None)
+def test_a_mixture_of_steps_costs_between_the_larger_part_and_the_sum(noise, rate, steps, noise2, rate2, steps2):
+    first, second = acc.Charge(gaussian(noise, rate), steps), acc.Charge(gaussian(noise2, rate2), steps2)
+    joint = acc.epsilon([first, second], DELTA)
+    assert joint * SLACK >= max(acc.epsilon([first], DELTA), acc.epsilon([second], DELTA))
+    assert joint <= (acc.epsilon([first], DELTA / 2) + acc.epsilon([second], DELTA / 2)) * SLACK + 1e-9
+
+
+@pytest.mark.parametrize("parts", [[(2.0, 3), (5.0, 10)], [(1.0, 1), (10.0, 100), (3.0, 2)]])
+def test_different_noise_by_step_has_a_closed_form_at_full_batches(parts):
+    single = 1 / math.sqrt(sum(count / noise**2 for noise, count in parts))
+    exact = optimize.brentq(lambda e: gaussian_delta(single, e) - DELTA, 0, 100)
+    ours = acc.epsilon([acc.Charge(gaussian(noise, 1.0), count) for noise, count in parts], DELTA)
+    assert exact <= ours <= exact * 1.003
+
+
+def test_layers_with_their_own_settings():
+    """Weights and repeats by layer are the same as sites with their own ratios, in any order."""
+    ours = acc.hidden_direction_epsilon(
+        noise_multiplier=2.0,
+        dims=[64, 10],
+        layer_weights=[2.0, 1.0],
+        repeats=[4, 1],
+        frames=[2, 1],
+        sample_rate=0.01,
+        steps=500,
+        delta=DELTA,
+    )
+    sites = (acc.HiddenSite(10, 2.0), acc.HiddenSite(64, 1.0, 4, 2))
+    step = acc.SampledStep(acc.HiddenDirectionRelease(sites), 0.01)
+    assert acc.epsilon([acc.Charge(step, 500)], DELTA) == pytest.approx(ours, rel=1e-9)
+
+
+def test_mixed_mechanisms_and_thresholds_by_step():
+    hidden = acc.SampledStep(acc.hidden_direction_release(1.0, [32, 10]), 0.01)
+    exact = gaussian(2.0, 0.02)
+    rejecting = gaussian(2.0, 0.02, rejection_threshold=60, min_dataset_size=5000)
+    joint = acc.epsilon([acc.Charge(hidden, 300), acc.Charge(exact, 200)], DELTA)
+    dearer = acc.epsilon([acc.Charge(hidden, 300), acc.Charge(exact, 100), acc.Charge(rejecting, 100)], DELTA)
+    assert acc.epsilon([acc.Charge(hidden, 300)], DELTA) < joint < dearer < joint * 1.1
+
+
+@pytest.mark.parametrize("step", [acc.Unaccounted("a reason"), acc.SampledStep(acc.PaperRelease(4.0), 0.01)])
+def test_anything_uncertified_makes_epsilon_infinite(step):
+    charges = [acc.Charge(gaussian(2.0, 0.01), 10), acc.Charge(step, 1)]
+    assert math.isinf(acc.epsilon(charges, DELTA))
+    assert acc.delta_at(charges, 5.0) == 1.0
+    assert not acc.Ledger(charges).certified
+    assert acc.epsilon([*charges[:1], acc.Charge(step, 0)], DELTA) < 1
+
+
+def test_renyi_cross_check_of_hidden_directions():
+    """Moments of the same finite pair, converted: a few per cent to a fifth above."""
+    setting = {"noise_multiplier": 1.0, "dims": [32, 10], "sample_rate": 0.01, "steps": 1000, "delta": DELTA}
+    tight = acc.hidden_direction_epsilon(**setting)
+    assert tight < acc.hidden_direction_epsilon(**setting, method="rdp") < 1.25 * tight
+
+
+RANGE = [
+    (dims, repeats, noise, rate, steps)
+    for dims in ([1], [2], [128], [100_000], [128] * 100)
+    for repeats in (1, 256)
+    for noise in (0.05, 1.0, 100.0)
+    for rate, steps in ((1.0, 1), (1e-5, 10**6), (1.0, 10**6))
+]
+
+
+@pytest.mark.parametrize(("dims", "repeats", "noise", "rate", "steps"), RANGE)
+def test_no_numerical_trouble_over_the_stated_range(dims, repeats, noise, rate, steps):
+    """Finite or infinite, never negative, NaN, or a warning; and not above the Gaussian price of the same noise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = acc.hidden_direction_epsilon(
+            noise_multiplier=noise, dims=dims, repeats=repeats, sample_rate=rate, steps=steps, delta=DELTA
+        )
+        plain = acc.gaussian_epsilon(noise_multiplier=noise / math.sqrt(len(dims)), sample_rate=rate, steps=steps, delta=DELTA)
+    assert ours >= 0
+    assert ours <= plain * 1.01
+
+
+@given(st.floats(1e-3, 1e4), st.floats(1e-7, 1.0), st.integers(1, 10**7), st.floats(1e-12, 0.5))
+@settings(max_examples=20, deadline=None)
+def test_gaussian_over_a_wide_range(noise, rate, steps, delta):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value = acc.gaussian_epsilon(noise_multiplier=noise, sample_rate=rate, steps=steps, delta=delta)
+    assert value >= 0

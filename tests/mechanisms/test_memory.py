@@ -1,0 +1,169 @@
+"""A step stays below the memory limit that the user sets, whatever the number of repeats."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.memory import LiveBytes
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dpulr
+from dpulr.mechanisms.base import Bound
+
+MB = 2**20
+LOSS = nn.CrossEntropyLoss(reduction="none")
+
+
+def convolutions() -> nn.Module:
+    layers = (nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2), nn.Flatten(), nn.Linear(72, 10))
+    return nn.Sequential(*layers)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
+    "linear": (lambda: dpulr.models.mlp((64, 64, 32, 10)), (16, 64), {}),
+    "linear, weights": (lambda: dpulr.models.mlp((16, 16, 10)), (4, 16), {"space": "weight"}),
+    "linear, one-sided": (lambda: dpulr.models.mlp((64, 64, 32, 10)), (16, 64), {"estimator": "likelihood-ratio"}),
+    "convolutions": (convolutions, (2, 1, 8, 8), {}),
+    "convolutions, outputs": (convolutions, (2, 1, 8, 8), {"space": "output"}),
+    "any module": (lambda: nn.Sequential(nn.Linear(8, 8), nn.PReLU(8), nn.Linear(8, 10)), (16, 8), {"space": "weight"}),
+}
+
+
+def peak_of_a_step(engine: dpulr.PrivacyEngine) -> int:
+    """Beside model, batch and gradients."""
+    batch, model = next(engine.batches()), engine.model
+    with LiveBytes(list(model.parameters()), list(model.buffers()), batch, engine._gradients) as live:
+        engine.step(*batch)
+    return live.peak
+
+
+def peak(name: str, limit: int, dtype: torch.dtype = torch.float32) -> int:
+    make, shape, settings = MODELS[name]
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    engine = dpulr.PrivacyEngine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TensorDataset(torch.rand(shape, dtype=dtype), torch.zeros(shape[0]).long()),
+        LOSS,
+        mechanism=dpulr.Gaussian(repeats=1024, **settings),
+        batch_size=shape[0],
+        steps=1,
+        noise_multiplier=1.0,
+        memory_limit=limit,
+    )
+    return peak_of_a_step(engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_with_1024_repeats_stays_below_the_limit(name: str, dtype: torch.dtype) -> None:
+    for limit in (2 * MB, 6 * MB):
+        assert peak(name, limit, dtype) < limit
+    assert peak(name, 6 * MB, dtype) > 1.5 * MB  # the room is used
+
+
+@pytest.mark.parametrize("name", ["linear", "convolutions"])
+def test_a_wrong_chunking_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bound, "repeat_chunks", lambda self, needed, records, repeats: iter([repeats]))
+    assert peak(name, 2 * MB) > 2 * MB
+
+
+def test_large_batches_are_split_too() -> None:
+    """The clean pass of 3,000 records, and one repeat of them, would not fit."""
+    model = dpulr.models.mlp((64, 64, 32, 10))
+    engine = dpulr.PrivacyEngine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TensorDataset(torch.rand(3000, 64), torch.zeros(3000).long()),
+        LOSS,
+        mechanism=dpulr.Gaussian(repeats=2),
+        batch_size=3000,
+        steps=1,
+        noise_multiplier=1.0,
+        memory_limit=2 * MB,
+    )
+    batch = next(engine.batches())
+    with LiveBytes(list(model.parameters()), batch, engine._gradients) as live:
+        engine.step(*batch)
+    assert live.peak < 2 * MB
+
+
+@pytest.mark.parametrize("settings", [{}, {"repeats": 64}, {"antithetic": False}, {"blocks": 2}, {"subspace": None}], ids=str)
+@pytest.mark.parametrize("name", ["linear", "convolutions", "any module"])
+def test_passes_for_all_layers_at_once_stay_below_the_limit(name: str, settings: dict[str, Any]) -> None:
+    make, shape, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    data = TensorDataset(torch.rand(200, *shape[1:]), torch.zeros(200).long())
+    for limit in (2 * MB, 6 * MB):
+        engine = dpulr.PrivacyEngine(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            data,
+            LOSS,
+            mechanism=dpulr.HiddenDirection(**settings),
+            batch_size=200,
+            steps=1,
+            noise_multiplier=1.0,
+            memory_limit=limit,
+        )
+        assert peak_of_a_step(engine) < limit
+
+
+WIDE = """
+import torch, dpulr
+from torch import nn
+from torch.utils.data import TensorDataset
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(3_200, 3_200), nn.GELU(), nn.Linear(3_200, 10))  # ten million parameters in one layer
+def highest_after_a_step(mechanism, batch):
+    data = TensorDataset(torch.randn(batch, 3_200), torch.randint(0, 10, (batch,)))
+    engine = dpulr.PrivacyEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.CrossEntropyLoss(reduction="none"),
+                                 mechanism=mechanism, batch_size=batch, steps=1, noise_multiplier=1.0)
+    before = model[0].weight[0].clone()
+    for x, y in engine.batches():
+        engine.step(x, y)
+    assert bool(torch.isfinite(model[0].weight).all()) and not torch.equal(model[0].weight[0], before)
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+for mechanism in (dpulr.HiddenDirection(), dpulr.Gaussian(repeats=1)):
+    few = highest_after_a_step(mechanism, 20)
+    print(highest_after_a_step(mechanism, 200) - few)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak on Linux only")
+def test_a_layer_of_ten_million_parameters_has_no_gradient_a_record() -> None:
+    """A gradient for each of 180 more records would take 7,000 MB. Their activations, in all passes, take less than 100."""
+    found = subprocess.run([sys.executable, "-c", WIDE], capture_output=True, text=True, check=True)
+    for growth in found.stdout.split():
+        assert float(growth) < 500
+
+
+RESIDENT = """
+from test_memory import MB, peak
+def highest():  # of this process alone: getrusage hands down the peak of the process that started it
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+peak({name!r}, 2 * MB)  # warm up: libraries, threads, allocator
+before = highest()
+peak({name!r}, {limit} * MB)
+print((highest() - before) / 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak on Linux only")
+@pytest.mark.parametrize("name", ["linear", "convolutions"])
+def test_resident_memory_agrees(name: str, request: pytest.FixtureRequest) -> None:
+    """What the operating system sees, work space of the kernels included."""
+    program = RESIDENT.format(name=name, limit=48)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=request.path.parent, capture_output=True, text=True, check=True
+    )
+    assert 1 < float(found.stdout) < 48
