@@ -1,0 +1,42 @@
+"""What can go wrong, by kind. Each kind is also a ValueError or a RuntimeError, as callers expect.
+
+The command line turns kinds into exit codes; nothing is told apart by the text of a message.
+"""
+
+from __future__ import annotations
+
+
+class InvalidArgument(ValueError):
+    """An argument makes no sense. The message names it, says what was given and what was expected."""
+
+
+class DataError(ValueError):
+    """A data set can't be found, read or used."""
+
+
+class ModelRefused(ValueError):
+    """A model or a loss function that can't be trained with a guarantee. The message names the layer."""
+
+
+class BudgetError(ValueError):
+    """No noise, or not a single step, meets the privacy budget."""
+
+
+class StepError(RuntimeError):
+    """Batches and steps were used in another way than the guarantee assumes."""
+
+
+class RunError(RuntimeError):
+    """A run failed for a reason that is neither wrong usage nor a matter of privacy: a full disk, a damaged file."""
+
+
+class UsageError(RunError, ValueError):
+    """What was asked for makes no sense; nothing was done."""
+
+
+class PrivacyRefusal(RunError):
+    """What was asked for would break, or could hide, what the guarantee says; nothing was done."""
+
+
+class Interrupted(RunError):
+    """Ctrl-C or SIGTERM; what was trained so far is saved."""
