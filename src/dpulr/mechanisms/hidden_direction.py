@@ -54,7 +54,7 @@ class HiddenDirection(Mechanism):
     last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
     subspace: int | Literal["auto"] | None = "auto"
-    antithetic: bool = True
+    antithetic: bool = False
     groups: int | None = None
     name: ClassVar[str] = "hidden-direction"
 
