@@ -1,7 +1,7 @@
 """`PrivacyEngine`: private steps on a model that is never wrapped, with any torch optimizer.
 
-`step` reads from top to bottom: charge, draw in public, sum of bounded signals, noise, gradients, optimizer. The engine stops before
-the step that would exceed the target epsilon.
+`step` reads from top to bottom: charge, draw in public, sum of bounded signals, noise, gradients, optimizer. The engine stops
+before the step that would exceed the target epsilon.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class PrivacyEngine:
 
     Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the
     step that would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the
-    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead. `seed` is for public
-    randomness only. `randomness` replaces the source of secret randomness (an audit's); like `insecure_noise_seed`, it voids the
-    guarantee.
+    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
+    `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an audit); like
+    `insecure_noise_seed` and `check_independence=False`, it voids the guarantee.
     """
 
     def __init__(
