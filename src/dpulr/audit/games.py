@@ -136,6 +136,7 @@ class RowsGame(Game):
         slope: float = 1e4,
         seed: int | None = None,
         rows: int | None = None,
+        randomness: Callable[[int | None], RandomSource] = RandomSource,
     ) -> None:
         self.dim, self.steps, self.sample_rate = dim, steps, sample_rate
         self.rows = rows or max(1, min(20_000, _NUMBERS // (2 * dim)))
@@ -152,7 +153,7 @@ class RowsGame(Game):
             sample_rate=sample_rate,
             steps=_ENDLESS,
             noise_multiplier=noise_multiplier,
-            insecure_noise_seed=seed,
+            randomness=randomness(seed),
         )
         self.mechanism = self.engine.mechanism.name
         self.claim = engine_claim(self.engine, steps)
@@ -199,8 +200,7 @@ class BatchGame(Game):
         rejection_threshold: int = 0,
         steps: int = 1,
         seed: int | None = None,
-        randomness: Callable[[int | None], RandomSource | None] = lambda seed: None,
-        check_independence: bool = True,
+        randomness: Callable[[int | None], RandomSource] = RandomSource,
     ) -> None:
         self.steps, self.seed = steps, seed
         self.canary = (canary[0].unsqueeze(0), canary[1].unsqueeze(0))
@@ -215,7 +215,6 @@ class BatchGame(Game):
         self.engines = []
         for index, data in enumerate([(inputs, targets), joined]):
             own = None if seed is None else 2 * seed + index
-            source = randomness(own) or RandomSource(own)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="running whole forward passes")
                 engine = PrivacyEngine(
@@ -231,8 +230,7 @@ class BatchGame(Game):
                     sampling=sampling,
                     rejection_threshold=rejection_threshold,
                     min_dataset_size=len(targets) - 1 + index if rejection_threshold else None,
-                    randomness=source,
-                    check_independence=check_independence,
+                    randomness=randomness(own),
                 )
             self.engines.append(engine)
         without, having = self.engines

@@ -40,18 +40,15 @@ def prepare(
     *,
     space: Space = "auto",
     method: str = "auto",
-    check_independence: bool = True,
 ) -> Forward:
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
-    `check_independence=False` lets a model mix records, which nothing then bounds: only to show that an audit notices.
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
     layers = find_layers(model)
     recordwise = reads_values(model, loss_fn, example, device)
-    if check_independence:
-        check_rows(model, loss_fn, example, device, recordwise=recordwise)
+    check_rows(model, loss_fn, example, device, recordwise=recordwise)
     generator = torch.Generator().manual_seed(_SEED)
     probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
     kind = RecordwisePasses if recordwise else HookedPasses
