@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dpulr.accounting import GaussianRelease, SampledStep
+from dpulr.accounting.rounding import down, up
 from dpulr.audit import Verdict, attacks, draw
 from dpulr.audit.claims import Claim, refuted
 from dpulr.audit.verdict import _proof, judge
@@ -43,7 +44,7 @@ def test_a_false_claim_is_refuted() -> None:
     assert found.broken
     assert found.noise_factor == pytest.approx(0.5, rel=0.1)
     assert found.proof is not None
-    assert str(found) == f"BROKEN: claims {up(found.proof[1])} at delta {found.proof[0]:.3g}, at least {down(found.proof[2])}"
+    assert str(found) == f"BROKEN: claims {up(found.proof[1], 3)} at delta {found.proof[0]:.3g}, at least {down(found.proof[2])}"
 
 
 def test_no_noise_at_all() -> None:
