@@ -51,7 +51,10 @@ def test_against_the_contour_integral(noise, rate, steps):
 
 
 @pytest.mark.parametrize("noise", [0.6, 1.0, 3.0])
-@pytest.mark.parametrize(("rate", "steps"), [(1 / 120, 600), (0.1, 100), (1e-3, 5000)])
+@pytest.mark.parametrize(
+    ("rate", "steps"),
+    [(1 / 120, 600), pytest.param(0.1, 100, marks=pytest.mark.slow), pytest.param(1e-3, 5000, marks=pytest.mark.slow)],
+)
 def test_against_dp_accounting(noise, rate, steps):
     """Both are upper bounds. dp-accounting's grid is fixed (here 1e-5 or 1e-4), ours follows the size of the losses."""
     import dp_accounting

@@ -31,16 +31,16 @@ def test_renyi_cross_check_of_hidden_directions():
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 1.0), (2.0, 0.01), (0.7, 0.1)])
-def test_moments_of_the_pair_bound_those_of_dp_accounting(noise, rate):
-    """Two ways that share no code: dp-accounting's series, and moments of our finite pair, which may only be larger."""
+def test_moments_of_the_pair_are_those_of_dp_accounting(noise, rate):
+    """Two ways that share no code: dp-accounting's series, and moments of our finite pair, up to what it cuts off."""
     release = acc.GaussianRelease(noise)
     theirs, lost = release.renyi(rate)
     ours, cut = renyi.of_pair(release, rate)
     assert lost == 0.0
-    assert cut < 1e-19
-    usual = (renyi.ORDERS >= 2) & (renyi.ORDERS <= 12) & np.isfinite(theirs)
-    assert np.all(ours[usual] >= theirs[usual] * (1 - 1e-6))
-    assert np.allclose(ours[usual], theirs[usual], rtol=0.01)
+    assert 0 < cut < 1e-19
+    usual = (renyi.ORDERS.round() == renyi.ORDERS) & (renyi.ORDERS >= 2) & (renyi.ORDERS <= 4)
+    assert usual.sum() == 3
+    assert np.allclose(ours[usual], theirs[usual], rtol=2e-3)
 
 
 def test_a_missing_package_is_named(monkeypatch):
