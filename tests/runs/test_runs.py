@@ -20,14 +20,14 @@ from tests.support.small_cli import SMALL, Ended, child_environment
 import dpulr
 from dpulr import accounting
 from dpulr.files import read_lines
-from dpulr.runs import Interrupted, Settings, checkpoint, train_and_evaluate
+from dpulr.runs import Interrupted, PrivacyRefusal, Settings, checkpoint, train_and_evaluate
+from dpulr.runs.folder import locked
 from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.process import Stop
 from dpulr.runs.settings import read_config
 
 Cli = Callable[..., Ended]
-ROOT = Path(__file__).parents[2]
 
 
 def result(folder: Path) -> dict[str, object]:
@@ -262,6 +262,25 @@ def test_a_second_process_is_refused(finished: Path, run_cli: Cli) -> None:
     finally:
         os.close(handle)
     assert run_cli("resume", finished).code == 0
+
+
+def test_the_lock_ends_with_its_process_and_names_its_run(tmp_path: Path) -> None:
+    ready, tell = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        with locked(tmp_path, "a run"):
+            os.write(tell, b"x")
+            signal.pause()
+    try:
+        os.read(ready, 1)
+        with pytest.raises(PrivacyRefusal, match="another process"), locked(tmp_path):
+            pass
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    for _ in range(2):
+        with locked(tmp_path) as owner:
+            assert owner == "a run"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

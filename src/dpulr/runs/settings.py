@@ -63,17 +63,13 @@ class Settings:
     batch_size: int = _option(2_000, "Expected size of a batch.", _at_least(1))
     epochs: float = _option(10.0, "How often a record is seen on average.", validate.positive)
     steps: int | None = _option(None, "Number of steps, instead of --epochs.", _at_least(1))
-    target_epsilon: float | None = _option(
-        1.0, "The budget, never exceeded. The noise is calibrated to it.", validate.positive
-    )
+    target_epsilon: float | None = _option(1.0, "The budget, never exceeded. The noise is calibrated to it.", validate.positive)
     target_delta: float = _option(1e-5, "Delta of the guarantee.", _delta)
     noise_multiplier: float | None = _option(None, "Noise, instead of the calibrated one. The budget still holds.", _noise)
     learning_rate: float = _option(0.4, "Learning rate at the start.", validate.positive)
     momentum: float = _option(0.9, "Momentum of SGD.", _momentum)
     schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
-    holdout: int = _option(
-        0, "Test on the last n training records instead: for choosing settings.", _at_least(0)
-    )
+    holdout: int = _option(0, "Test on the last n training records instead: for choosing settings.", _at_least(0))
     sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.", _word("poisson", "shuffle"))
     rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.", _threshold)
     min_dataset_size: int | None = _option(None, "Public lower bound on the size of the data set, for rejection.", _at_least(1))
