@@ -107,7 +107,10 @@ def _of_model(settings: Settings) -> tuple[MakeRelease, int]:
     from dpulr.runs.training import release_of
 
     train, _ = load_data(settings)
-    return release_of(settings, train), len(train)
+    make = release_of(settings, train)
+    if not make(1.0).certified:
+        raise UsageError(f"{settings.mechanism} has no certified epsilon to plan with (docs/accounting.md has its nominal one).")
+    return make, len(train)
 
 
 def _of_dims(settings: Settings, dims: str) -> tuple[MakeRelease, None]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.utils.data import Dataset
 from dpulr import __version__
 from dpulr.accounting.events import Release
 from dpulr.engine import PrivacyEngine
-from dpulr.errors import UsageError
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.settings import Settings
 from dpulr.scores import evaluate
@@ -101,10 +101,8 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
 
 def release_of(settings: Settings, train: Dataset[Any]) -> Callable[[float], Release]:
     """What a step of these settings releases, for a given noise: as training makes it, with the model's own layers."""
-    model = make_model(settings)
-    if make_mechanism(settings).guarantee != "certified":
-        raise UsageError(f"{settings.mechanism} has no certified epsilon to plan with (docs/accounting.md has its nominal one).")
     probe = replace(
         settings, batch_size=1, steps=1, target_epsilon=None, noise_multiplier=1.0, rejection_threshold=0, sampling="poisson"
     )
-    return Training(probe, train, model).engine.bound.event_at
+    engine = Training(probe, train, make_model(settings)).engine
+    return partial(engine.mechanism.release, engine.forward.sites)
