@@ -1,60 +1,97 @@
-"""Input checks. Each raises ValueError with a plain sentence that says what was given and what was expected."""
+"""The only input checks of the project. Each returns the value, or raises InvalidArgument: what was given, what was expected."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
+from typing import NoReturn, TypeVar
+
+from dpulr.errors import InvalidArgument
+
+Choice = TypeVar("Choice")
 
 
-def number(name: str, value: object) -> float:
+def refuse(name: str, value: object, wanted: str) -> NoReturn:
+    """The sentence of every check here."""
+    raise InvalidArgument(f"{name} is {value!r}; it must be {wanted}.")
+
+
+def number(name: str, value: object, wanted: str = "a number") -> float:
+    """A real number; infinity is one, NaN and True are not."""
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise ValueError(f"{name} is {value!r}; it must be a number.")
+        refuse(name, value, wanted)
     return float(value)
 
 
 def positive(name: str, value: object) -> float:
-    given = number(name, value)
-    if not 0 < given < math.inf:
-        raise ValueError(f"{name} is {value!r}; it must be positive and finite.")
-    return given
+    wanted = "a positive, finite number"
+    if not 0 < number(name, value, wanted) < math.inf:
+        refuse(name, value, wanted)
+    return number(name, value)
 
 
-def whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} is {value!r}; it must be a whole number.")
-    if value < least:
-        raise ValueError(f"{name} is {value!r}; it must be at least {least}.")
+def at_least(name: str, value: object, least: float) -> float:
+    wanted = f"a finite number of at least {least:g}"
+    if not least <= number(name, value, wanted) < math.inf:
+        refuse(name, value, wanted)
+    return number(name, value)
+
+
+def whole_number(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        refuse(name, value, f"a whole number of at least {least}")
     return int(value)
 
 
-def rate(value: object) -> float:
-    given = number("sample_rate", value)
-    if not 0 < given <= 1:
-        raise ValueError(f"sample_rate is {value!r}; it must lie in (0, 1].")
-    return given
+def fraction(name: str, value: object) -> float:
+    """Strictly between 0 and 1."""
+    wanted = "a number strictly between 0 and 1"
+    if not 0 < number(name, value, wanted) < 1:
+        refuse(name, value, wanted)
+    return number(name, value)
 
 
-def delta(value: object) -> float:
-    given = number("delta", value)
-    if not 0 < given < 1:
-        raise ValueError(f"delta is {value!r}; it must lie strictly between 0 and 1.")
-    return given
+def rate(value: object, name: str = "sample_rate") -> float:
+    wanted = "a number above 0 and at most 1"
+    if not 0 < number(name, value, wanted) <= 1:
+        refuse(name, value, wanted)
+    return number(name, value)
 
 
-def method(value: object) -> str:
-    if value not in ("pld", "rdp"):
-        raise ValueError(f"method is {value!r}; it must be 'pld' or 'rdp'.")
-    return str(value)
+def delta(value: object, name: str = "delta") -> float:
+    wanted = "a number strictly between 0 and 1, well below 1 / (size of the data set)"
+    if not 0 < number(name, value, wanted) < 1:
+        refuse(name, value, wanted)
+    return number(name, value)
 
 
-def per_layer(name: str, value: float | int | Sequence[float] | None, layers: int, default: float | int) -> list[float | int]:
-    """One value per layer from None, a scalar or a list."""
+def one_of(name: str, value: Choice, options: Collection[Choice]) -> Choice:
+    if not any(type(value) is type(option) and value == option for option in options):
+        listed = [repr(option) for option in options]
+        refuse(name, value, " or ".join(filter(None, [", ".join(listed[:-1]), *listed[-1:]])))
+    return value
+
+
+def boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        refuse(name, value, "True or False")
+    return value
+
+
+def method(value: str) -> str:
+    return one_of("method", value, ("pld", "rdp"))
+
+
+def per_layer(name: str, value: float | Iterable[float] | None, layers: int, default: float) -> list[float]:
+    """One value per layer, from None, one number for all or a list."""
     if value is None:
         return [default] * layers
-    if isinstance(value, Real):
-        return [value] * layers  # type: ignore[list-item]
-    values = list(value)  # type: ignore[arg-type]
+    if isinstance(value, int | float):
+        return [value] * layers
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        refuse(name, value, "a number, or a list with one number per layer")
+    values = list(value)
     if len(values) != layers:
-        raise ValueError(f"{name} has {len(values)} entries for {layers} layers; give one each.")
+        raise InvalidArgument(f"{name} has {len(values)} entries for {layers} layers; give one per layer.")
     return values

@@ -1,100 +1,29 @@
-"""What a run has cost: events, and the accountants that price them. No torch here; names load when first used."""
+"""What a run has cost: releases that state their facts, and the accountants that price them. No torch here.
+
+The names stand in `public.py`. They load when the first of them is used: importing the package takes no time.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "calibration": ("calibrate", "calibrate_release", "max_steps"),
-    "events": (
-        "Charge",
-        "GaussianRelease",
-        "HiddenDirectionRelease",
-        "HiddenSite",
-        "NominalRelease",
-        "PaperRelease",
-        "Release",
-        "SampledStep",
-        "Unaccounted",
-    ),
-    "shortcuts": (
-        "auto_rejection_threshold",
-        "gaussian_epsilon",
-        "hidden_direction_epsilon",
-        "hidden_direction_release",
-    ),
-    "ledger": ("Ledger",),
-    "dpulr.paper.nominal": ("NominalEpsilon", "paper_nominal", "paper_nominal_epsilon"),
-    "privacy_cost": ("delta_at", "epsilon", "privacy_profile"),
-    "rejection": ("AUTO_FRACTION",),
-    "statement": ("PrivacySpent", "privacy_spent"),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-
 if TYPE_CHECKING:
-    from dpulr.accounting.calibration import calibrate, calibrate_release, max_steps
-    from dpulr.accounting.events import (
-        Charge,
-        GaussianRelease,
-        HiddenDirectionRelease,
-        HiddenSite,
-        NominalRelease,
-        PaperRelease,
-        Release,
-        SampledStep,
-        Unaccounted,
-    )
-    from dpulr.accounting.ledger import Ledger
-    from dpulr.accounting.privacy_cost import delta_at, epsilon, privacy_profile
-    from dpulr.accounting.rejection import AUTO_FRACTION
-    from dpulr.accounting.shortcuts import (
-        auto_rejection_threshold,
-        gaussian_epsilon,
-        hidden_direction_epsilon,
-        hidden_direction_release,
-    )
-    from dpulr.accounting.statement import PrivacySpent, privacy_spent
-    from dpulr.paper.nominal import NominalEpsilon, paper_nominal, paper_nominal_epsilon
-
-__all__ = [
-    "AUTO_FRACTION",
-    "Charge",
-    "GaussianRelease",
-    "HiddenDirectionRelease",
-    "HiddenSite",
-    "Ledger",
-    "NominalEpsilon",
-    "NominalRelease",
-    "PaperRelease",
-    "PrivacySpent",
-    "Release",
-    "SampledStep",
-    "Unaccounted",
-    "auto_rejection_threshold",
-    "calibrate",
-    "calibrate_release",
-    "delta_at",
-    "epsilon",
-    "gaussian_epsilon",
-    "hidden_direction_epsilon",
-    "hidden_direction_release",
-    "max_steps",
-    "paper_nominal",
-    "paper_nominal_epsilon",
-    "privacy_profile",
-    "privacy_spent",
-]
+    from dpulr.accounting.public import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
-    module = _HOME.get(name)
-    if module is None:
+    if name == "__all__":
+        return __dir__()
+    path = f"{__name__}.{name}"
+    is_module = not name.startswith("_") and find_spec(path) is not None
+    value = import_module(path) if is_module else vars(import_module(f"{__name__}.public")).get(name)
+    if value is None or name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(module if "." in module else f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(name for name in vars(import_module(f"{__name__}.public")) if not name.startswith("_"))

@@ -24,8 +24,9 @@ def folder() -> Path | None:
         return None
     if setting:
         return Path(setting)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "dpulr" / f"accounting-{VERSION}"
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("dpulr", appauthor=False)) / f"accounting-{VERSION}"
 
 
 def remember(kind: str, key: Mapping[str, Any], compute: Callable[[], float]) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from scipy import fft
 
+from dpulr import search
 from dpulr.accounting.dominating_pairs import Array, Cells, Indices, spread
 
 ADDED_VARIANCE = 0.00025  # the grid may add this share to the variance of the loss
@@ -44,10 +45,9 @@ class Curve:
             return math.inf
         if delta >= self.delta(0.0):
             return 0.0
-        low, high = int(np.searchsorted(self.loss, 0.0, side="right")) - 1, len(self.loss) - 1
-        while high - low > 1:  # the divergence exceeds delta at `low` (or at 0), not at `high`
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.delta(float(self.loss[middle])) <= delta else (middle, high)
+        # The divergence exceeds delta up to some grid point (or at 0), and no longer at the last one.
+        start = int(np.searchsorted(self.loss, 0.0, side="right")) - 1
+        high = 1 + search.last_true(lambda k: self.delta(float(self.loss[k])) > delta, start, len(self.loss) - 1)
         # Between the two it is linear in e^epsilon.
         base = float(self.loss[high])
         above = float(self.mass[high:].sum())
@@ -65,6 +65,44 @@ class Curves:
     add: Curve
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A loss distribution on the grid, taken `count` times: indices of grid points and their masses.
+
+    total: what the masses must add up to at least; rounding may have lost some.
+    """
+
+    index: Indices
+    mass: Array
+    total: float
+    count: int
+
+    def gathered(self) -> _Part:
+        """Each grid point with mass once, in rising order."""
+        if not len(self.index):
+            return self
+        first = int(self.index.min())
+        if int(self.index.max()) - first < MOST_BINS:
+            points, place = None, self.index - first
+        else:
+            points, place = np.unique(self.index, return_inverse=True)
+        mass = np.bincount(place, weights=self.mass).astype(np.float64)
+        held = np.flatnonzero(mass)
+        return replace(self, index=held + first if points is None else points[held], mass=mass[held])
+
+    def without_far_tail(self, allowed: float) -> tuple[_Part, float]:
+        """The largest losses dropped as far as their mass is within `allowed`, and that mass."""
+        running = np.cumsum(self.mass[::-1])
+        cut = int(np.searchsorted(running, allowed, side="right"))
+        gone = float(running[cut - 1]) if cut else 0.0
+        kept = len(self.index) - cut
+        return replace(self, index=self.index[:kept], mass=self.mass[:kept], total=self.total - gone), gone
+
+    def folded(self, size: int) -> Array:
+        """The masses on a circle of `size` points."""
+        return np.bincount(self.index % size, weights=self.mass, minlength=size).astype(np.float64)
+
+
 def compose(parts: Sequence[tuple[Cells, int]], delta: float, refine: float = 1.0) -> Curves:
     """Losses of the product of all parts, each taken `count` times. delta only steers what may be cut off."""
     parts = [(cells, count) for cells, count in parts if count]
@@ -77,11 +115,13 @@ def compose(parts: Sequence[tuple[Cells, int]], delta: float, refine: float = 1.
 
 
 def _compose(parts: Sequence[tuple[Cells, int]], step: float, delta: float) -> Curves:
-    grids = [(*spread(cells, step), count) for cells, count in parts]
+    upper_q, upper_p = [], []
+    for cells, count in parts:
+        index, p, q = spread(cells, step)
+        upper_q.append(_Part(index, q, 1 - cells.q_only, count))
+        upper_p.append(_Part(-index, p, 1 - cells.p_only, count))
     q_only = sum(count * cells.q_only for cells, count in parts)
     p_only = sum(count * cells.p_only for cells, count in parts)
-    upper_q = [(k, q, 1 - cells.q_only, n) for (k, _, q, n), (cells, _) in zip(grids, parts, strict=True)]
-    upper_p = [(-k, p, 1 - cells.p_only, n) for (k, p, _, n), (cells, _) in zip(grids, parts, strict=True)]
     return Curves(_curve(upper_q, step, q_only, delta), _curve(upper_p, step, p_only, delta))
 
 
@@ -97,54 +137,46 @@ def _step(parts: Sequence[tuple[Cells, int]], refine: float) -> float:
     return max(min(from_variance, from_window), 1e-300) / refine
 
 
-def _curve(parts: Sequence[tuple[Indices, Array, float, int]], step: float, always: float, delta: float) -> Curve:
-    """Compose one direction. parts: grid indices, masses of the upper distribution, their known total, counts."""
-    trimmed, totals = [], []
-    for index, mass, total, count in parts:
-        kept_index, kept_mass, cut = _without_far_tail(*_gathered(index, mass), TAIL_SHARE * delta / count / len(parts))
-        always += count * cut
-        if not len(kept_index):
+def _curve(parts: Sequence[_Part], step: float, always: float, delta: float) -> Curve:
+    """Compose one direction, from the masses of its upper distribution."""
+    trimmed = []
+    for part in parts:
+        kept, cut = part.gathered().without_far_tail(TAIL_SHARE * delta / part.count / len(parts))
+        always += part.count * cut
+        if not len(kept.index):
             return Curve(np.zeros(1), np.zeros(1), 1.0)  # nothing is left but infinite losses
-        trimmed.append((kept_index, kept_mass, count))
-        totals.append(total - cut)
-    low, high, outside = _window(trimmed, step, TAIL_SHARE * delta)
-    always += outside
+        trimmed.append(kept)
+    low, high = _window(trimmed, TAIL_SHARE * delta)
+    always += TAIL_SHARE * delta
     size = fft.next_fast_len(max(high - low + 1, FEWEST_BINS), real=True)
-    folded: list[tuple[Array, float, int]] = [
-        (np.bincount(index % size, weights=mass, minlength=size).astype(np.float64), total, count)
-        for (index, mass, count), total in zip(trimmed, totals, strict=True)
-    ]
-    composed, error = _convolve(folded, ERROR_SHARE * delta)
+    composed, error = _convolve(trimmed, size, ERROR_SHARE * delta)
     loss = step * np.arange(low, low + size, dtype=np.float64)
     return Curve(loss, np.maximum(np.roll(composed, -(low % size)), 0.0), always + error)
 
 
-def _convolve(folded: Sequence[tuple[Array, float, int]], allowed: float) -> tuple[Array, float]:
+def _convolve(parts: Sequence[_Part], size: int, allowed: float) -> tuple[Array, float]:
     """Circular convolution of all powers, and a bound on its total error. Extended precision where that bound needs it."""
-    everywhere = np.arange(len(folded[0][0]) // 2 + 1)
-    composed, error, decay = _convolve_in(np.dtype(np.float64), folded, everywhere)
+    composed, error, decay = _convolve_in(np.dtype(np.float64), parts, size, np.arange(size // 2 + 1))
     if error > allowed and np.finfo(np.longdouble).eps < np.finfo(np.float64).eps:
-        composed, error, _ = _convolve_in(np.dtype(np.longdouble), folded, np.flatnonzero(decay > FAINTEST))
+        composed, error, _ = _convolve_in(np.dtype(np.longdouble), parts, size, np.flatnonzero(decay > FAINTEST))
     return composed, error
 
 
-def _convolve_in(real: np.dtype[Any], folded: Sequence[tuple[Array, float, int]], live: Indices) -> tuple[Array, float, Array]:
+def _convolve_in(real: np.dtype[Any], parts: Sequence[_Part], size: int, live: Indices) -> tuple[Array, float, Array]:
     """The convolution in one precision, its error bound, and the logarithm of the modulus of its transform.
 
-    folded: masses, what they must add up to at least (rounding may have lost some), counts. live: frequencies to
-    compute; the transform's modulus at the others is below e^FAINTEST.
+    live: frequencies to compute; the transform's modulus at the others is below e^FAINTEST.
     """
-    size = len(folded[0][0])
     rounding = float(STAGES * np.finfo(real).eps / 2)
     decay, growth = np.zeros(size // 2 + 1), np.zeros(size // 2 + 1)  # the exact modulus is at most e^(decay + growth)
     logarithm: Any = 0.0
-    for mass, total, count in folded:
-        held = mass.astype(real)
-        value = fft.rfft(held * max(real.type(1), total / held.sum()))
+    for part in parts:
+        held = part.folded(size).astype(real)
+        value = fft.rfft(held * max(real.type(1), part.total / held.sum()))
         modulus = np.maximum(np.abs(value), 1e-300).astype(np.float64)
-        decay += count * np.log(modulus)
-        growth += count * np.log1p(rounding / modulus)
-        logarithm = logarithm + count * np.log(np.where(modulus[live] > 1e-300, value[live], real.type(1e-300)))
+        decay += part.count * np.log(modulus)
+        growth += part.count * np.log1p(rounding / modulus)
+        logarithm = logarithm + part.count * np.log(np.where(modulus[live] > 1e-300, value[live], real.type(1e-300)))
     transform = np.zeros(size // 2 + 1, dtype=np.result_type(real, np.complex128))
     transform[live] = np.exp(logarithm)
     # The L1 error of the result is at most the L2 error of its transform (section 5); the spectrum has two halves.
@@ -153,44 +185,20 @@ def _convolve_in(real: np.dtype[Any], folded: Sequence[tuple[Array, float, int]]
     return fft.irfft(transform, size).astype(np.float64), error + size * math.exp(FAINTEST), decay
 
 
-def _without_far_tail(index: Indices, mass: Array, allowed: float) -> tuple[Indices, Array, float]:
-    """Drop the largest losses as far as their mass is within `allowed`; their mass is returned."""
-    running = np.cumsum(mass[::-1])
-    cut = int(np.searchsorted(running, allowed, side="right"))
-    gone = float(running[cut - 1]) if cut else 0.0
-    return index[: len(index) - cut], mass[: len(index) - cut], gone
-
-
-def _gathered(index: Indices, mass: Array) -> tuple[Indices, Array]:
-    """Each grid point with mass once, in rising order."""
-    if not len(index):
-        return index, mass
-    first = int(index.min())
-    if int(index.max()) - first < MOST_BINS:
-        points, place = None, index - first
-    else:
-        points, place = np.unique(index, return_inverse=True)
-    total = np.bincount(place, weights=mass).astype(np.float64)
-    held = np.flatnonzero(total)
-    return (held + first if points is None else points[held]), total[held]
-
-
-def _window(parts: Sequence[tuple[Indices, Array, int]], step: float, allowed: float) -> tuple[int, int, float]:
+def _window(parts: Sequence[_Part], allowed: float) -> tuple[int, int]:
     """Grid interval outside which the composed loss has mass at most `allowed` on either side (Chernoff)."""
-    mean = variance = 0.0
-    for index, mass, count in parts:
-        total = float(mass.sum())
-        centre = float(np.dot(index, mass)) / total
-        mean += count * centre
-        variance += count * float(np.dot((index - centre) ** 2, mass)) / total
-    spread_ = math.sqrt(variance) + 1.0
+    variance = 0.0
+    for part in parts:
+        total = float(part.mass.sum())
+        centre = float(np.dot(part.index, part.mass)) / total
+        variance += part.count * float(np.dot((part.index - centre) ** 2, part.mass)) / total
+    deviation = math.sqrt(variance) + 1.0
     slack = math.log(1 / allowed)
-    highest = sum(count * int(index.max()) for index, _, count in parts)
-    lowest = sum(count * int(index.min()) for index, _, count in parts)
-    upper, lower = float(highest), float(lowest)
-    logs = [(index, np.log(mass), count) for index, mass, count in parts]
+    upper = float(sum(part.count * int(part.index.max()) for part in parts))
+    lower = float(sum(part.count * int(part.index.min()) for part in parts))
+    logs = [(part.index, np.log(part.mass), part.count) for part in parts]
     for z in np.geomspace(0.05, 30.0, 24):
-        rate = z / spread_
+        rate = z / deviation
         up = sum(count * _log_moment(index, log_mass, rate) for index, log_mass, count in logs)
         down = sum(count * _log_moment(index, log_mass, -rate) for index, log_mass, count in logs)
         upper = min(upper, (up + slack) / rate)
@@ -198,7 +206,7 @@ def _window(parts: Sequence[tuple[Indices, Array, int]], step: float, allowed: f
     low, high = math.floor(lower), math.ceil(upper)
     if high - low + 1 > MOST_BINS:
         raise _TooManyBinsError
-    return low, high, allowed
+    return low, high
 
 
 def _log_moment(index: Indices, log_mass: Array, rate: float) -> float:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
+
+from dpulr.accounting.events import Release
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
@@ -32,6 +35,12 @@ class Cells:
     q: Array
     q_only: float = 0.0
     p_only: float = 0.0
+
+
+@lru_cache(maxsize=16)
+def pair_of(release: Release) -> Cells:
+    """The dominating pair of a release, kept for the next step of its kind."""
+    return release.pair()
 
 
 def atoms(loss: Array, p: Array, q: Array, q_only: float = 0.0, p_only: float = 0.0) -> Cells:
@@ -57,19 +66,6 @@ def normal_mass(edges: Array) -> Array:
     rise = np.diff(tail)
     mass: Array = np.where(left, rise, np.where(right, -rise, 1 - tail[..., 1:] - tail[..., :-1]))
     return mass
-
-
-def gaussian_cells(noise_multiplier: float, width: float = 0.02) -> Cells:
-    """N(0, s^2) against N(1, s^2); cells of `width` standard deviations (docs/theory.md, section 4)."""
-    shift = 1 / noise_multiplier
-    count = min(math.ceil((2 * CUT + shift) / width), 50_000)
-    edges = np.linspace(-CUT, CUT + shift, count + 1)
-    loss = shift * edges - shift**2 / 2
-    p = normal_mass(edges)
-    q = normal_mass(edges - shift)
-    tail = float(special.ndtr(-CUT))
-    # Outside the edges P has mass `tail` below and less above; Q the other way round. All of it counts as telling.
-    return cells(loss[:-1], loss[1:], p, q, q_only=2 * tail, p_only=2 * tail)
 
 
 def subsampled(pair: Cells, sample_rate: float) -> Cells:

@@ -1,61 +1,179 @@
-"""What was released, as immutable values. Pricing is done elsewhere; an unknown event fails closed."""
+"""What was released, as immutable values: releases, steps and charges. Each release states its own facts.
+
+The mathematics that a release needs is loaded when it is asked for: events themselves need neither numpy nor scipy.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from dpulr import validate
+from dpulr.accounting.kinds import from_dict, register, to_dict
+from dpulr.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from dpulr.accounting.dominating_pairs import Array, Cells
+
+__all__ = [
+    "Charge",
+    "GaussianRelease",
+    "HiddenDirectionRelease",
+    "HiddenSite",
+    "Release",
+    "SampledStep",
+    "Step",
+    "Unaccounted",
+    "from_dict",
+    "register_release",
+    "to_dict",
+]
 
 
+class Release:
+    """What one step adds noise to and hands out. A mechanism of your own derives from it and calls `register_release`."""
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    certified: ClassVar[bool] = True  # whether `pair` is proved to dominate the release
+    gap: ClassVar[str] = "this mechanism has no proved bound"  # why not, where it is not
+    secrets: ClassVar[str] = "noise and batches"  # what must stay secret, in words
+
+    @property
+    def mechanism(self) -> str:
+        """The name that a privacy statement gives."""
+        return self.kind
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What voids any claim about this very release, if anything does."""
+        return ()
+
+    def pair(self) -> Cells:
+        """The dominating pair of the release on a whole data set; sampling comes later."""
+        raise InvalidArgument(f"{type(self).__name__} has no certified price.")
+
+    def equivalent_noise(self) -> float:
+        """The noise multiplier of the Gaussian mechanism that costs about as much. It only starts searches."""
+        raise InvalidArgument(f"{type(self).__name__} has no Gaussian equivalent.")
+
+    def scaled(self, factor: float) -> Release:
+        """The same release with its noise multiplied by `factor`."""
+        raise InvalidArgument(f"{type(self).__name__} has no privacy curve to hold a measurement against.")
+
+    def renyi(self, sample_rate: float) -> tuple[Array, float]:
+        """Renyi divergences of a sampled step at `renyi.ORDERS`, and the mass left out of them, which counts as delta."""
+        from dpulr.accounting import renyi
+
+        return renyi.of_pair(self, sample_rate)
+
+    def log_ratio(self, along: Array, across: Array) -> Array | None:
+        """ln of the likelihood ratio for an attacker who knows the record's signal; None where no formula is known.
+
+        along: the release's part along the signal, across: the length of the rest, both over the bound on a record.
+        """
+        return None
+
+    def claimed(self) -> Release:
+        """The release that an audit holds the mechanism to: itself, unless it has no pair of its own."""
+        return self
+
+    @classmethod
+    def nominal(cls, charges: Sequence[Charge], delta: float) -> tuple[float, tuple[str, ...]] | None:
+        """An unproved formula's epsilon of steps that are all of this kind, and its conditions that fail. None: no formula."""
+        return None
+
+
+ReleaseClass = TypeVar("ReleaseClass", bound=type[Release])
+
+
+def register_release(cls: ReleaseClass) -> ReleaseClass:
+    """Make a release known, so that ledgers can hold it. A certified one must have a pair of its own."""
+    if not issubclass(cls, Release):
+        raise InvalidArgument(f"{cls.__name__} can't be registered: it must derive from accounting.Release.")
+    if cls.certified and cls.pair is Release.pair:
+        raise InvalidArgument(f"{cls.__name__} can't be registered: it says that it is certified, but has no method `pair`.")
+    return register(cls)
+
+
+@register_release
 @dataclass(frozen=True, slots=True)
-class GaussianRelease:
+class GaussianRelease(Release):
     """A sum of vectors of norm at most C, plus normal noise of standard deviation noise_multiplier * C."""
 
+    kind = "gaussian"
+
     noise_multiplier: float
+    mechanism: str = "gaussian"
 
     def __post_init__(self) -> None:
         validate.positive("noise_multiplier", self.noise_multiplier)
 
+    def pair(self) -> Cells:
+        from dpulr.accounting.gaussian import gaussian_cells
 
+        return gaussian_cells(self.noise_multiplier)
+
+    def equivalent_noise(self) -> float:
+        return self.noise_multiplier
+
+    def scaled(self, factor: float) -> GaussianRelease:
+        return replace(self, noise_multiplier=self.noise_multiplier * factor)
+
+    def renyi(self, sample_rate: float) -> tuple[Array, float]:
+        from dpulr.accounting.gaussian import sampled_renyi
+
+        return sampled_renyi(self.noise_multiplier, sample_rate), 0.0
+
+    def log_ratio(self, along: Array, across: Array) -> Array:
+        from dpulr.accounting.likelihood import gaussian_log_ratio
+
+        return gaussian_log_ratio(along, self.noise_multiplier)
+
+
+@register
 @dataclass(frozen=True, slots=True)
 class HiddenSite:
-    """One noise site: `repeats` secret directions on the unit sphere of R^dim, in orthonormal blocks of `frame`.
+    """One layer of a hidden-direction release: `repeats` secret directions, each uniform on the unit sphere of R^dim.
 
-    noise_ratio is the noise's standard deviation over the site's clip bound (tau in docs/theory.md, section 6).
+    noise_ratio is the noise's standard deviation over the layer's clip bound (tau in docs/theory.md, section 6).
     """
+
+    kind: ClassVar[str] = "hidden-site"
 
     dim: int
     noise_ratio: float
     repeats: int = 1
-    frame: int = 1
 
     def __post_init__(self) -> None:
-        validate.whole("dim", self.dim, 1)
+        validate.whole_number("dim", self.dim)
         validate.positive("noise_ratio", self.noise_ratio)
-        validate.whole("repeats", self.repeats, 1)
-        validate.whole("frame", self.frame, 1)
-        if self.frame > self.dim:
-            raise ValueError(f"frame is {self.frame}, but only {self.dim} orthonormal directions fit in dimension {self.dim}.")
-        if self.repeats % self.frame:
-            raise ValueError(f"repeats is {self.repeats}: it must be a multiple of frame, which is {self.frame}.")
-
-    @property
-    def draws(self) -> int:
-        """How many independent pairs the site composes: one per block."""
-        return self.repeats // self.frame
+        validate.whole_number("repeats", self.repeats)
 
     @property
     def draw_noise(self) -> float:
-        """Noise over shift of one such pair: t = tau * sqrt(repeats), in both theorems."""
+        """Noise over shift of one direction's pair: t = tau * sqrt(repeats)."""
         return self.noise_ratio * math.sqrt(self.repeats)
 
+    @classmethod
+    def from_older(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Version 0.1.0 could draw directions in orthonormal frames; a frame of 1 is what is left of them."""
+        frame = values.get("frame", 1)
+        if isinstance(frame, bool) or frame != 1:
+            raise InvalidArgument(f"This ledger has frames of {frame!r} directions: only version 0.1.0 of dpulr can price them.")
+        return {name: value for name, value in values.items() if name != "frame"}
 
+
+@register_release
 @dataclass(frozen=True, slots=True)
-class HiddenDirectionRelease:
+class HiddenDirectionRelease(Release):
     """Hidden-direction sites, and exact (Gaussian) parts in the same product, given by their noise multipliers."""
+
+    kind = "hidden-direction"
+    secrets = "noise, directions and batches"
 
     sites: tuple[HiddenSite, ...]
     gaussian: tuple[float, ...] = ()
@@ -64,34 +182,48 @@ class HiddenDirectionRelease:
         object.__setattr__(self, "sites", tuple(self.sites))
         object.__setattr__(self, "gaussian", tuple(self.gaussian))
         if not self.sites and not self.gaussian:
-            raise ValueError("A hidden-direction release needs at least one site or one exact part; none was given.")
+            raise InvalidArgument("A hidden-direction release needs at least one site or one exact part; none was given.")
         for noise in self.gaussian:
             validate.positive("gaussian", noise)
 
+    def pair(self) -> Cells:
+        from dpulr.accounting.hidden_direction import release_pair
 
-@dataclass(frozen=True, slots=True)
-class PaperRelease:
-    """The paper's release at target deviation sigma0. Never certified: only `paper_nominal_epsilon` prices it."""
+        return release_pair(self)
 
-    target_std: float
-    layers: int = 1
+    def equivalent_noise(self) -> float:
+        from dpulr.accounting.small_signal import hidden_direction_noise
 
-    def __post_init__(self) -> None:
-        validate.positive("target_std", self.target_std)
-        validate.whole("layers", self.layers, 1)
+        return hidden_direction_noise(self)
+
+    def scaled(self, factor: float) -> HiddenDirectionRelease:
+        sites = tuple(replace(site, noise_ratio=site.noise_ratio * factor) for site in self.sites)
+        return HiddenDirectionRelease(sites, tuple(noise * factor for noise in self.gaussian))
+
+    def log_ratio(self, along: Array, across: Array) -> Array | None:
+        from dpulr.accounting.likelihood import hidden_log_ratio
+
+        if self.gaussian or len(self.sites) > 1 or self.sites[0].repeats > 1:
+            return None
+        return hidden_log_ratio(along, across, self.sites[0].dim, self.sites[0].noise_ratio)
 
 
+@register
 @dataclass(frozen=True, slots=True)
 class Unaccounted:
     """Something was released for which no bound is known; epsilon is infinite from then on."""
 
+    kind: ClassVar[str] = "unaccounted"
+    certified: ClassVar[bool] = False
+
     reason: str
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return (self.reason,)
 
-NominalRelease = PaperRelease
-Release = GaussianRelease | HiddenDirectionRelease | PaperRelease
 
-
+@register
 @dataclass(frozen=True, slots=True)
 class SampledStep:
     """One step on a Poisson sample, redrawn while it holds fewer than rejection_threshold records.
@@ -99,85 +231,53 @@ class SampledStep:
     min_dataset_size is the size of the smaller of two neighbours; it is needed only with rejection.
     """
 
+    kind: ClassVar[str] = "sampled-step"
+
     release: Release
     sample_rate: float
     rejection_threshold: int = 0
     min_dataset_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.release, GaussianRelease | HiddenDirectionRelease | PaperRelease):
-            raise ValueError(f"{type(self.release).__name__} is not a release this version knows.")
+        if not isinstance(self.release, Release):
+            raise InvalidArgument(f"{type(self.release).__name__} is not a release this version knows.")
         validate.rate(self.sample_rate)
-        validate.whole("rejection_threshold", self.rejection_threshold, 0)
+        validate.whole_number("rejection_threshold", self.rejection_threshold, 0)
         if self.min_dataset_size is not None:
-            validate.whole("min_dataset_size", self.min_dataset_size, 1)
+            validate.whole_number("min_dataset_size", self.min_dataset_size)
         if self.rejection_threshold == 0:
             return
         if self.min_dataset_size is None:
-            raise ValueError("Rejection needs min_dataset_size, the size of the smaller of two neighbouring data sets.")
+            raise InvalidArgument("Rejection needs min_dataset_size, the size of the smaller of two neighbouring data sets.")
         if self.rejection_threshold > self.min_dataset_size:
-            raise ValueError(
+            raise InvalidArgument(
                 f"rejection_threshold is {self.rejection_threshold}, above min_dataset_size, which is "
                 f"{self.min_dataset_size}: no batch would ever be accepted."
             )
 
+    @property
+    def certified(self) -> bool:
+        return self.release.certified
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.release.reasons
+
+
+Step = SampledStep | Unaccounted
+
+
+@register
 @dataclass(frozen=True, slots=True)
 class Charge:
     """`count` identical steps."""
 
-    step: SampledStep | Unaccounted
+    kind: ClassVar[str] = "charge"
+
+    step: Step
     count: int
 
     def __post_init__(self) -> None:
-        validate.whole("count", self.count, 0)
-
-
-Event = GaussianRelease | HiddenSite | HiddenDirectionRelease | PaperRelease | Unaccounted | SampledStep | Charge
-
-_KINDS: dict[str, type[Any]] = {
-    "gaussian": GaussianRelease,
-    "hidden-site": HiddenSite,
-    "hidden-direction": HiddenDirectionRelease,
-    "paper": PaperRelease,
-    "unaccounted": Unaccounted,
-    "sampled-step": SampledStep,
-    "charge": Charge,
-}
-_NAMES = {cls: kind for kind, cls in _KINDS.items()}
-
-
-def to_dict(event: Event) -> dict[str, Any]:
-    """The event as plain JSON values."""
-    kind = _NAMES.get(type(event))
-    if kind is None:
-        raise ValueError(f"{type(event).__name__} is not an event this version knows.")
-    return {"kind": kind, **{name: _plain(getattr(event, name)) for name in type(event).__dataclass_fields__}}
-
-
-def from_dict(data: Mapping[str, Any]) -> Any:
-    """The event written by `to_dict`. An unknown kind or field is an error, never a cheaper event."""
-    kind = data.get("kind") if isinstance(data, Mapping) else None
-    cls = _KINDS.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise ValueError(f"Unknown event kind {kind!r}: its cost cannot be stated. Was it written by a newer version?")
-    fields = {name: _revive(value) for name, value in data.items() if name != "kind"}
-    unknown = set(fields) - set(cls.__dataclass_fields__)
-    if unknown:
-        raise ValueError(f"Unknown field {sorted(unknown)[0]!r} in an event of kind {kind!r}.")
-    try:
-        return cls(**fields)
-    except TypeError as error:
-        raise ValueError(f"Event of kind {kind!r} is incomplete or malformed: {error}.") from error
-
-
-def _plain(value: Any) -> Any:
-    if type(value) in _NAMES:
-        return to_dict(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _revive(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return from_dict(value)
-    return tuple(_revive(item) for item in value) if isinstance(value, list | tuple) else value
+        if not isinstance(self.step, SampledStep | Unaccounted):
+            raise InvalidArgument(f"{type(self.step).__name__} is not a step; its cost cannot be stated.")
+        validate.whole_number("count", self.count, 0)

@@ -1,6 +1,6 @@
-"""The hidden-direction pair: N(0, t^2 I) against E_y N(y, t^2 I), y uniform on a cap (docs/theory.md, sections 6 and 7).
+"""The hidden-direction pair: N(0, t^2 I) against E_y N(y, t^2 I), y uniform on a half sphere (docs/theory.md, sections 6 and 7).
 
-Coordinates: w, along the axis of the cap, and x = |rest|^2 / t^2. The likelihood ratio grows in both. Given the height c of
+Coordinates: w, along the axis of the half sphere, and x = |rest|^2 / t^2. The likelihood ratio grows in both. Given the height c of
 y on the axis, w is normal and x is a Poisson mixture of chi-squares, so every mass and every likelihood ratio below is a
 finite sum of positive terms; heights are rounded up to a grid, which can only raise the divergences.
 """
@@ -14,24 +14,26 @@ import numpy as np
 from scipy import special
 
 from dpulr.accounting.composition import compose
-from dpulr.accounting.dominating_pairs import CUT, Array, Cells, atoms, cells, gaussian_cells, normal_mass
+from dpulr.accounting.dominating_pairs import CUT, Array, Cells, atoms, cells, normal_mass
 from dpulr.accounting.events import HiddenDirectionRelease
+from dpulr.accounting.gaussian import gaussian_cells
 
 WIDTH = 0.05  # of a cell, in standard deviations
-HEIGHTS, TAIL_HEIGHTS = 3200, 500
+HEIGHTS, TAIL_HEIGHTS = 3200, 500  # grid points of the height, below and above the one exceeded with share BEND
+BEND = 3e-3
 SMALLEST_NOISE = 0.012  # below it the (larger) price of an unhidden direction is charged
-LARGEST_FRAME = 512
 CHUNK = 512  # heights handled at a time, for memory
 NEGLIGIBLE = 1e-21
 HEIGHT_MARGIN = 1e-9  # relative, above the error of the incomplete beta function
+PRODUCT_DELTA = 1e-15  # what the product of layers may cut off lies far below any delta of a run
 
 
 def release_pair(release: HiddenDirectionRelease) -> Cells:
-    """The product of all sites, draws and exact parts: composed before sampling (section 7)."""
-    counts: dict[tuple[int, float, int], int] = {}
+    """The product of all sites, directions and exact parts: composed before sampling (section 7)."""
+    counts: dict[tuple[int, float], int] = {}
     for site in release.sites:
-        key = (site.dim, site.draw_noise, site.frame)
-        counts[key] = counts.get(key, 0) + site.draws
+        key = (site.dim, site.draw_noise)
+        counts[key] = counts.get(key, 0) + site.repeats
     parts = [(site_cells(*key), count) for key, count in counts.items()]
     if release.gaussian:
         parts.append((gaussian_cells(1 / math.sqrt(math.fsum(noise**-2 for noise in release.gaussian))), 1))
@@ -40,7 +42,7 @@ def release_pair(release: HiddenDirectionRelease) -> Cells:
 
 def product(parts: list[tuple[Cells, int]]) -> Cells:
     """One finite pair for the product: Q's masses where the loss is positive, P's where it is not, for small errors."""
-    both = compose(parts, delta=1e-15)
+    both = compose(parts, PRODUCT_DELTA)
     up = both.remove.loss > 0
     down = both.add.loss >= 0
     loss_up, q_up = both.remove.loss[up], both.remove.mass[up]
@@ -52,13 +54,18 @@ def product(parts: list[tuple[Cells, int]]) -> Cells:
     return atoms(loss[keep], p[keep], q[keep], both.remove.always, both.add.always)
 
 
-@lru_cache(maxsize=16)
-def site_cells(dim: int, noise: float, frame: int = 1) -> Cells:
-    """Cells of one draw: y uniform on the cap of measure 2^-frame, noise t."""
-    if dim == 1 or noise < SMALLEST_NOISE or frame > LARGEST_FRAME:
+def site_cells(dim: int, noise: float) -> Cells:
+    """Cells of one direction with noise t. In one dimension, or with hardly any noise, those of a direction that is known."""
+    if dim == 1 or noise < SMALLEST_NOISE:
         return gaussian_cells(noise)  # d = 1 is this pair; otherwise it dominates (joint convexity)
+    return half_sphere_cells(dim, noise)
+
+
+@lru_cache(maxsize=16)
+def half_sphere_cells(dim: int, noise: float) -> Cells:
+    """Cells of one draw: y uniform on the upper half of the unit sphere, noise t."""
     half = (dim - 1) / 2
-    height, weight, beyond = cap_heights(dim, frame)
+    height, weight, beyond = cap_heights(dim)
     counts = _poisson_counts((1 - height[0] ** 2) / (2 * noise**2))
     reach = CUT + height[-1] / noise
     w_edges = np.linspace(-CUT, reach, math.ceil((CUT + reach) / WIDTH) + 1)
@@ -84,21 +91,19 @@ def _outside(halves: Array, x_edges: Array, weight: Array) -> float:
     return 2 * float(special.ndtr(-CUT)) + float(np.dot(weight, below + above))
 
 
-def cap_heights(dim: int, frame: int) -> tuple[Array, Array, float]:
-    """Height of a uniform point of the cap, rounded up to a grid: grid, masses, and the mass above the grid."""
-    a, log_measure = (dim - 1) / 2, (frame - 1) * math.log(2)
-    start = _height_at(a, -log_measure)
-    bend = _height_at(a, math.log(3e-3) - log_measure)
-    top = _height_at(a, math.log(NEGLIGIBLE) - log_measure)
-    edges = np.concatenate([np.linspace(start, bend, HEIGHTS + 1), np.linspace(bend, top, TAIL_HEIGHTS + 1)[1:]])
-    survival = special.betainc(a, 0.5, (1 - edges) * (1 + edges)) * math.exp(log_measure) * (1 + HEIGHT_MARGIN)
+def cap_heights(dim: int) -> tuple[Array, Array, float]:
+    """Height of a uniform point of the half sphere, rounded up to a grid: grid, masses, and the mass above the grid."""
+    a = (dim - 1) / 2
+    bend, top = _height_at(a, math.log(BEND)), _height_at(a, math.log(NEGLIGIBLE))
+    edges = np.concatenate([np.linspace(0.0, bend, HEIGHTS + 1), np.linspace(bend, top, TAIL_HEIGHTS + 1)[1:]])
+    survival = special.betainc(a, 0.5, (1 - edges) * (1 + edges)) * (1 + HEIGHT_MARGIN)
     survival = np.minimum.accumulate(np.minimum(survival, 1.0))
     survival[0] = 1.0
     return edges[1:], survival[:-1] - survival[1:], float(survival[-1])
 
 
 def _height_at(a: float, log_share: float) -> float:
-    """The height exceeded with (about) this share of the upper half sphere. Only places the grid: its error is harmless."""
+    """The height exceeded with (about) this share of the half sphere. Only places the grid: its error is harmless."""
     return math.sqrt(max(0.0, 1 - float(special.betaincinv(a, 0.5, math.exp(log_share)))))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpulr.accounting import events, privacy_cost
-from dpulr.accounting.events import Charge, SampledStep, Unaccounted
+from dpulr.accounting.events import Charge, Step
+from dpulr.errors import InvalidArgument
 
 FORMAT = 1
 
@@ -15,14 +16,12 @@ class Ledger:
     """Charges of a run. Equal steps are merged: the order of steps does not change their joint price."""
 
     def __init__(self, charges: tuple[Charge, ...] | list[Charge] = ()) -> None:
-        self._counts: dict[SampledStep | Unaccounted, int] = {}
+        self._counts: dict[Step, int] = {}
         for charge in charges:
             self.append(charge.step, charge.count)
 
-    def append(self, step: SampledStep | Unaccounted, count: int = 1) -> None:
+    def append(self, step: Step, count: int = 1) -> None:
         """Charge `count` steps."""
-        if not isinstance(step, SampledStep | Unaccounted):
-            raise ValueError(f"{type(step).__name__} is not a step; its cost cannot be stated.")
         charge = Charge(step, count)
         if charge.count:
             self._counts[step] = self._counts.get(step, 0) + charge.count
@@ -49,11 +48,11 @@ class Ledger:
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
         """The ledger written by `to_dict`; anything unknown is an error."""
         if data.get("format") != FORMAT:
-            raise ValueError(f"Ledger format {data.get('format')!r} is not {FORMAT}: its cost cannot be stated.")
+            raise InvalidArgument(f"Ledger format {data.get('format')!r} is not {FORMAT}: its cost cannot be stated.")
         charges = [events.from_dict(item) for item in data["charges"]]
         for charge in charges:
             if not isinstance(charge, Charge):
-                raise ValueError(f"A ledger holds charges, not {type(charge).__name__}.")
+                raise InvalidArgument(f"A ledger holds charges, not {type(charge).__name__}.")
         return cls(charges)
 
     def __eq__(self, other: object) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from scipy import special
 
-from dpulr import validate
+from dpulr import search, validate
+from dpulr.errors import InvalidArgument
 
 AUTO_FRACTION = 0.01
 
@@ -17,7 +18,7 @@ def odds(sample_rate: float, rejection_threshold: int, min_dataset_size: int | N
     if rejection_threshold == 0:
         return 0.0
     if min_dataset_size is None:
-        raise ValueError("Rejection needs min_dataset_size, the size of the smaller of two neighbouring data sets.")
+        raise InvalidArgument("Rejection needs min_dataset_size, the size of the smaller of two neighbouring data sets.")
     n, below, q = min_dataset_size, rejection_threshold - 1, sample_rate
     if q == 1:
         # Every batch is the whole data set: only a threshold above it could reject.
@@ -43,14 +44,8 @@ def largest_threshold(
 ) -> int:
     """The largest N_B <= qN whose epsilon is at most (1 + fraction) times that without rejection."""
     validate.rate(sample_rate)
-    validate.whole("min_dataset_size", min_dataset_size, 1)
+    validate.whole_number("min_dataset_size", min_dataset_size)
     validate.positive("fraction", fraction)
     allowed = (1 + fraction) * epsilon_at(0)
-    low, high = 0, int(sample_rate * min_dataset_size) + 1  # epsilon_at(low) is allowed; high is out of reach
-    while high - low > 1:
-        middle = (low + high) // 2
-        if epsilon_at(middle) <= allowed:
-            low = middle
-        else:
-            high = middle
-    return low
+    beyond = int(sample_rate * min_dataset_size) + 1
+    return search.last_true(lambda threshold: epsilon_at(threshold) <= allowed, 0, beyond)

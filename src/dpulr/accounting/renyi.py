@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dpulr.accounting.dominating_pairs import Array, Cells, spread, subsampled
-from dpulr.accounting.events import Charge, GaussianRelease, Release, SampledStep
+from dpulr.accounting.dominating_pairs import Array, pair_of, spread, subsampled
+from dpulr.accounting.events import Charge, Release, SampledStep
 
 ORDERS: Array = np.concatenate(
     [1 + np.arange(1, 100) / 10, np.arange(11, 64), np.arange(64, 258, 2), np.geomspace(260, 2048, 40).round()]
 )
+STEPS_PER_DEVIATION = 200  # of the loss, on the grid that a pair is spread to
 
 
 def to_epsilon(orders: Array, values: Array, delta: float) -> float:
@@ -30,35 +31,17 @@ def epsilon_by_rdp(charges: Sequence[Charge], delta: float) -> float:
         step = charge.step
         if not isinstance(step, SampledStep):
             return math.inf
-        values, missing = step_rdp(step.release, step.sample_rate)
+        values, missing = step.release.renyi(step.sample_rate)
         total = total + charge.count * values
         lost += charge.count * missing
     return to_epsilon(ORDERS, total, delta - lost) if lost < delta else math.inf
 
 
-def step_rdp(release: Release, sample_rate: float) -> tuple[Array, float]:
-    """RDP of one step at ORDERS, and the mass left out of it, which counts as delta."""
-    if isinstance(release, GaussianRelease):
-        return _gaussian(release.noise_multiplier, sample_rate), 0.0
-    from dpulr.accounting.privacy_cost import release_cells
-
-    return _from_cells(subsampled(release_cells(release), sample_rate))
-
-
-def _gaussian(noise_multiplier: float, sample_rate: float) -> Array:
-    import dp_accounting
-    from dp_accounting.rdp import RdpAccountant
-
-    accountant = RdpAccountant(list(ORDERS))
-    event = dp_accounting.GaussianDpEvent(noise_multiplier)
-    accountant.compose(dp_accounting.PoissonSampledDpEvent(sample_rate, event))
-    return np.asarray(accountant.rdp, dtype=np.float64)
-
-
-def _from_cells(pair: Cells) -> tuple[Array, float]:
-    """The larger of both directions' RDP, from the finite pair: spreading can only raise a convex moment."""
+def of_pair(release: Release, sample_rate: float) -> tuple[Array, float]:
+    """The larger of both directions' divergences, from the finite pair: spreading can only raise a convex moment."""
+    pair = subsampled(pair_of(release), sample_rate)
     deviation = math.sqrt(float(np.dot(pair.q, pair.mean**2))) or 1.0
-    step = deviation / 200
+    step = deviation / STEPS_PER_DEVIATION
     index, p, q = spread(pair, step)
     loss: Array = index.astype(np.float64) * step
     values = np.array([max(_moment(loss, q, a - 1), _moment(-loss, p, a - 1)) / (a - 1) for a in ORDERS])

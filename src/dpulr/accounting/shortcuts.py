@@ -1,17 +1,20 @@
-"""Epsilon in one call, for the mechanisms of this project, by the names everybody knows."""
+"""Releases and epsilons in one call, for the certified mechanisms of this project, by the names everybody knows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from dpulr import validate
 from dpulr.accounting.events import Charge, GaussianRelease, HiddenDirectionRelease, HiddenSite, Release, SampledStep
 from dpulr.accounting.privacy_cost import epsilon
 from dpulr.accounting.rejection import AUTO_FRACTION, largest_threshold
+from dpulr.errors import InvalidArgument
 
-PerLayer = float | int | Sequence[float] | None
+PerLayer = float | Sequence[float] | None
 Threshold = int | Literal["auto"]
+MakeRelease = Callable[[float], Release]
+"""From a noise multiplier to the release that has it."""
 
 
 def gaussian_epsilon(
@@ -25,7 +28,8 @@ def gaussian_epsilon(
     method: str = "pld",
 ) -> float:
     """Epsilon of `steps` Poisson-sampled Gaussian releases (docs/theory.md, sections 3 to 5)."""
-    return _price(GaussianRelease(noise_multiplier), sample_rate, steps, delta, rejection_threshold, min_dataset_size, method)
+    release = GaussianRelease(noise_multiplier)
+    return _epsilon(release, sample_rate, steps, delta, rejection_threshold, min_dataset_size, method)
 
 
 def hidden_direction_epsilon(
@@ -37,7 +41,6 @@ def hidden_direction_epsilon(
     delta: float,
     layer_weights: PerLayer = None,
     repeats: int | Sequence[int] = 1,
-    frames: int | Sequence[int] = 1,
     gaussian_weights: Sequence[float] = (),
     rejection_threshold: Threshold = 0,
     min_dataset_size: int | None = None,
@@ -48,17 +51,12 @@ def hidden_direction_epsilon(
     noise_multiplier is the noise over the clip bound of a layer of weight 1. gaussian_weights: weights of exact parts.
     """
     release = hidden_direction_release(
-        noise_multiplier,
-        dims,
-        layer_weights=layer_weights,
-        repeats=repeats,
-        frames=frames,
-        gaussian_weights=gaussian_weights,
+        noise_multiplier, dims, layer_weights=layer_weights, repeats=repeats, gaussian_weights=gaussian_weights
     )
-    return _price(release, sample_rate, steps, delta, rejection_threshold, min_dataset_size, method)
+    return _epsilon(release, sample_rate, steps, delta, rejection_threshold, min_dataset_size, method)
 
 
-def _price(
+def _epsilon(
     release: Release,
     sample_rate: float,
     steps: int,
@@ -67,10 +65,10 @@ def _price(
     min_dataset_size: int | None,
     method: str,
 ) -> float:
-    validate.whole("steps", steps, 0)
+    validate.whole_number("steps", steps, 0)
     if rejection_threshold == "auto":
         if min_dataset_size is None:
-            raise ValueError("rejection_threshold='auto' needs min_dataset_size, the size of the smaller of two neighbours.")
+            raise InvalidArgument("rejection_threshold='auto' needs min_dataset_size, the size of the smaller of two neighbours.")
         rejection_threshold = auto_rejection_threshold(
             release, sample_rate=sample_rate, steps=steps, delta=delta, min_dataset_size=min_dataset_size
         )
@@ -83,22 +81,31 @@ def hidden_direction_release(
     *,
     layer_weights: PerLayer = None,
     repeats: int | Sequence[int] = 1,
-    frames: int | Sequence[int] = 1,
     gaussian_weights: Sequence[float] = (),
 ) -> HiddenDirectionRelease:
     """The release with tau_l = noise_multiplier / weight_l."""
     validate.positive("noise_multiplier", noise_multiplier)
     if len(dims) == 0 and len(gaussian_weights) == 0:
-        raise ValueError("dims is empty; give the dimension of at least one layer.")
+        raise InvalidArgument("dims is empty; give the dimension of at least one layer.")
     weights = validate.per_layer("layer_weights", layer_weights, len(dims), 1)
-    draws = validate.per_layer("repeats", repeats, len(dims), 1)
-    blocks = validate.per_layer("frames", frames, len(dims), 1)
+    directions = validate.per_layer("repeats", repeats, len(dims), 1)
     sites = tuple(
-        HiddenSite(dim, noise_multiplier / validate.positive("layer_weights", weight), repeat, frame)  # type: ignore[arg-type]
-        for dim, weight, repeat, frame in zip(dims, weights, draws, blocks, strict=True)
+        HiddenSite(dim, noise_multiplier / validate.positive("layer_weights", weight), validate.whole_number("repeats", count))
+        for dim, weight, count in zip(dims, weights, directions, strict=True)
     )
     exact = tuple(noise_multiplier / validate.positive("gaussian_weights", weight) for weight in gaussian_weights)
     return HiddenDirectionRelease(sites, exact)
+
+
+def release_maker(mechanism: str | MakeRelease, **layers: Any) -> MakeRelease:
+    """From a name to what makes its release; layers: the arguments of `hidden_direction_release`. A function stays as it is."""
+    if callable(mechanism) or mechanism == "gaussian":
+        if layers:
+            name = "gaussian" if mechanism == "gaussian" else "given"
+            raise InvalidArgument(f"{sorted(layers)[0]} means nothing to the {name} mechanism.")
+        return mechanism if callable(mechanism) else GaussianRelease
+    validate.one_of("mechanism", mechanism, ("gaussian", "hidden-direction"))
+    return lambda noise: hidden_direction_release(noise, **layers)
 
 
 def auto_rejection_threshold(

@@ -6,28 +6,25 @@ import math
 
 from scipy import special
 
-from dpulr.accounting.events import GaussianRelease, HiddenDirectionRelease, Release
+from dpulr import search
+from dpulr.accounting.events import HiddenDirectionRelease
 
 
-def equivalent_noise(release: Release) -> float:
-    """The Gaussian noise multiplier s the release is worth: 1/s^2 = sum of rho^2/tau^2 + 1/(2 d K tau^4)."""
-    if isinstance(release, GaussianRelease):
-        return release.noise_multiplier
-    if not isinstance(release, HiddenDirectionRelease):
-        raise ValueError(f"{type(release).__name__} has no Gaussian equivalent.")
+def mean_overlap(dim: int) -> float:
+    """rho = E|z_1| for z uniform on the unit sphere: how far a kept sign points along the gradient on average."""
+    return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
+
+
+def hidden_direction_noise(release: HiddenDirectionRelease) -> float:
+    """The Gaussian noise multiplier s that the release is worth: 1/s^2 = sum of rho^2/tau^2 + 1/(2 d K tau^4)."""
     total = math.fsum(noise**-2 for noise in release.gaussian)
     for site in release.sites:
         if site.dim == 1:
             total += site.noise_ratio**-2
             continue
-        mean = mean_height(site.dim) ** 2 / site.noise_ratio**2
+        mean = mean_overlap(site.dim) ** 2 / site.noise_ratio**2
         total += mean + 1 / (2 * site.dim * site.repeats * site.noise_ratio**4)
     return 1 / math.sqrt(total)
-
-
-def mean_height(dim: int) -> float:
-    """rho = E|z_1| for z uniform on the unit sphere: the share of a record's signal that survives."""
-    return math.exp(special.gammaln(dim / 2) - special.gammaln((dim + 1) / 2)) / math.sqrt(math.pi)
 
 
 def likely_noise(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
@@ -39,11 +36,11 @@ def likely_noise(target_epsilon: float, delta: float, sample_rate: float, steps:
 def likely_shift(target_epsilon: float, delta: float) -> float:
     """The shift between two unit normals that has this epsilon and delta."""
 
-    low, high = -14.0, math.log(60.0)
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        a, b = math.exp(middle) / 2, target_epsilon / math.exp(middle)
+    def is_below(log_shift: float) -> bool:
+        a, b = math.exp(log_shift) / 2, target_epsilon / math.exp(log_shift)
         # ln of the part subtracted is capped: where it overflows, the normals are far apart anyway
         lower = math.exp(min(target_epsilon + float(special.log_ndtr(-a - b)), 700.0))
-        low, high = (middle, high) if float(special.ndtr(a - b)) - lower < delta else (low, middle)
+        return float(special.ndtr(a - b)) - lower < delta
+
+    low, _ = search.boundary(is_below, -14.0, math.log(60.0), width=1e-3)
     return math.exp(low)

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dpulr import validate
-from dpulr.accounting.events import (
-    Charge,
-    GaussianRelease,
-    HiddenDirectionRelease,
-    PaperRelease,
-    SampledStep,
-    Unaccounted,
-)
+from dpulr.accounting.events import Charge, Release, SampledStep
 from dpulr.accounting.privacy_cost import epsilon as price
 from dpulr.accounting.privacy_cost import merged
-from dpulr.paper.nominal import nominal_of
+from dpulr.accounting.rounding import up
 
 Guarantee = Literal["certified", "nominal", "none"]
 
 NOT_COVERED = (
     "training losses or accuracies shown during the run, the choice of hyper-parameters on the same data, "
     "and the time it takes (redrawing small batches takes longer on smaller data sets)"
-)
-
-
-PAPER_GAPS = (
-    "layers are clipped one by one, the noise is credited before clipping, and it depends on the records it should hide "
-    "(docs/errata.md)"
 )
 
 
@@ -48,59 +36,68 @@ class PrivacySpent:
     rejection: bool = False
     reasons: tuple[str, ...] = ()
     method: str = "pld"
+    secrets: str = Release.secrets
 
     def __str__(self) -> str:
         return _sentence(self)
 
 
-def privacy_spent(
-    charges: Iterable[Charge],
-    delta: float,
-    *,
-    nominal_epsilon: float | None = None,
-    reasons: Iterable[str] = (),
-    method: str = "pld",
-) -> PrivacySpent:
+def privacy_spent(charges: Iterable[Charge], delta: float, *, reasons: Iterable[str] = (), method: str = "pld") -> PrivacySpent:
     """Price the charges and say what kind of guarantee stands behind the number. `reasons` void it."""
     validate.delta(delta)
+    validate.method(method)
     joined = merged(charges)
-    steps = [charge.step for charge in joined]
-    sampled = [step for step in steps if isinstance(step, SampledStep)]
-    why = list(dict.fromkeys([*reasons, *(step.reason for step in steps if isinstance(step, Unaccounted))]))
-    paper = any(isinstance(step.release, PaperRelease) for step in sampled)
-    if paper and nominal_epsilon is None:
-        nominal_epsilon = nominal_of(joined, delta)
-        why.insert(0, PAPER_GAPS)
-    value = None if why or paper else price(joined, delta, method)
-    guarantee: Guarantee = "certified" if value is not None else "none"
-    if value is not None and math.isinf(value):
-        guarantee, value = "none", None
-        why.append("rejection or the number of steps makes epsilon infinite at this delta")
-    if paper and not why and nominal_epsilon is not None:
-        guarantee = "nominal"
+    sampled = [charge.step for charge in joined if isinstance(charge.step, SampledStep)]
+    releases = [step.release for step in sampled]
+    why = list(dict.fromkeys([*reasons, *(reason for charge in joined for reason in charge.step.reasons)]))
+    gaps = list(dict.fromkeys(release.gap for release in releases if not release.certified))
+    value: float | None = None
+    nominal: float | None = None
+    guarantee: Guarantee = "none"
+    if gaps:
+        nominal, violated = _nominal(joined, releases, delta)
+        if nominal is not None and not why and not violated:
+            guarantee = "nominal"
+        else:
+            why = [*gaps, *why, *violated]
+    elif not why:
+        value, guarantee = price(joined, delta, method), "certified"
+        if math.isinf(value):
+            value, guarantee = None, "none"
+            why.append("rejection or the number of steps makes epsilon infinite at this delta")
     return PrivacySpent(
         epsilon=value,
         delta=delta,
         guarantee=guarantee,
-        nominal_epsilon=nominal_epsilon,
-        mechanism=_mechanism(sampled),
+        nominal_epsilon=nominal,
+        mechanism=" and ".join(dict.fromkeys(release.mechanism for release in releases)),
         steps=sum(charge.count for charge in joined),
         sample_rates=tuple(sorted({step.sample_rate for step in sampled})),
         rejection=any(step.rejection_threshold > 0 for step in sampled),
         reasons=tuple(why),
         method=method,
+        secrets=_joined([release.secrets for release in releases] or [Release.secrets]),
     )
 
 
-def _mechanism(steps: Iterable[SampledStep]) -> str:
-    names = {GaussianRelease: "gaussian", HiddenDirectionRelease: "hidden-direction", PaperRelease: "paper"}
-    return " and ".join(dict.fromkeys(names[type(step.release)] for step in steps))
+def _nominal(charges: Sequence[Charge], releases: Sequence[Release], delta: float) -> tuple[float | None, tuple[str, ...]]:
+    """What an unproved formula gives, if all charges are of the one kind that it is for, and its conditions that fail."""
+    kinds = {type(release) for release in releases}
+    if len(kinds) > 1 or len(releases) < len(charges):
+        return None, ()
+    return kinds.pop().nominal(charges, delta) or (None, ())
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """One list in words from several: "noise and batches" with "noise, directions and batches" is the latter."""
+    *words, last = dict.fromkeys(word for text in sorted(texts, key=len, reverse=True) for word in re.split(", | and ", text))
+    return f"{', '.join(words)} and {last}" if words else last
 
 
 def _sentence(spent: PrivacySpent) -> str:
     run = f"{spent.steps} step{'s' * (spent.steps != 1)}" + (f" of the {spent.mechanism} mechanism" if spent.mechanism else "")
     if spent.guarantee == "none":
-        why = "; ".join(spent.reasons) or "this mechanism has no proved bound"
+        why = "; ".join(spent.reasons) or Release.gap
         text = f"No privacy guarantee for {run}: {why}."
         if spent.nominal_epsilon is not None:
             text += f" The formula of the paper gives {spent.nominal_epsilon:.4g} (nominal, no guarantee)."
@@ -112,25 +109,13 @@ def _sentence(spent: PrivacySpent) -> str:
         )
     rates = ", ".join(f"{rate:.4g}" for rate in spent.sample_rates) or "none"
     assumed = (
-        f"Poisson sampling at rate {rates}, secret noise{_secrets(spent)} from the operating system, "
+        f"Poisson sampling at rate {rates}, secret {spent.secrets} from the operating system, "
         "settings fixed before the data was seen"
     )
     if spent.rejection:
         assumed += ", and a data set at least as large as stated (small batches are redrawn; the cost is included)"
     return (
-        f"(epsilon, delta)-differential privacy with epsilon = {_rounded_up(spent.epsilon)} and "
+        f"(epsilon, delta)-differential privacy with epsilon = {up(spent.epsilon or 0.0)} and "
         f"delta = {spent.delta:g}, for adding or removing one record (the unit is one record), after {run}. "
         f"Assumed: {assumed}. Not covered: {NOT_COVERED}."
     )
-
-
-def _secrets(spent: PrivacySpent) -> str:
-    return ", directions and batches" if "hidden-direction" in spent.mechanism else " and batches"
-
-
-def _rounded_up(value: float | None) -> str:
-    """Four figures, never below the value."""
-    if not value:
-        return "0"
-    scale = 10.0 ** (3 - math.floor(math.log10(value)))
-    return f"{math.ceil(value * scale * (1 - 1e-12)) / scale:.6g}"

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import special
 from scipy.interpolate import RegularGridInterpolator
 
-from dpulr.audit.bounds import Array
+from dpulr.accounting.dominating_pairs import Array
 
 _POINTS = 160
 

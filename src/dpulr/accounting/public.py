@@ -1,0 +1,30 @@
+"""The public names of `dpulr.accounting`, listed once. They are loaded together, when the first of them is used."""
+
+from dpulr.accounting.calibration import calibrate as calibrate
+from dpulr.accounting.calibration import calibrate_release as calibrate_release
+from dpulr.accounting.calibration import max_steps as max_steps
+from dpulr.accounting.events import Charge as Charge
+from dpulr.accounting.events import GaussianRelease as GaussianRelease
+from dpulr.accounting.events import HiddenDirectionRelease as HiddenDirectionRelease
+from dpulr.accounting.events import HiddenSite as HiddenSite
+from dpulr.accounting.events import Release as Release
+from dpulr.accounting.events import SampledStep as SampledStep
+from dpulr.accounting.events import Unaccounted as Unaccounted
+from dpulr.accounting.events import register_release as register_release
+from dpulr.accounting.ledger import Ledger as Ledger
+from dpulr.accounting.planning import plan as plan
+from dpulr.accounting.planning import steps_of as steps_of
+from dpulr.accounting.privacy_cost import delta_at as delta_at
+from dpulr.accounting.privacy_cost import epsilon as epsilon
+from dpulr.accounting.privacy_cost import privacy_profile as privacy_profile
+from dpulr.accounting.rejection import AUTO_FRACTION as AUTO_FRACTION
+from dpulr.accounting.shortcuts import auto_rejection_threshold as auto_rejection_threshold
+from dpulr.accounting.shortcuts import gaussian_epsilon as gaussian_epsilon
+from dpulr.accounting.shortcuts import hidden_direction_epsilon as hidden_direction_epsilon
+from dpulr.accounting.shortcuts import hidden_direction_release as hidden_direction_release
+from dpulr.accounting.statement import PrivacySpent as PrivacySpent
+from dpulr.accounting.statement import privacy_spent as privacy_spent
+from dpulr.paper.nominal import NominalEpsilon as NominalEpsilon
+from dpulr.paper.nominal import PaperRelease as PaperRelease
+from dpulr.paper.nominal import paper_nominal as paper_nominal
+from dpulr.paper.nominal import paper_nominal_epsilon as paper_nominal_epsilon
