@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dpulr
 from dpulr import accounting
 from dpulr.accounting.planning import steps_of
-from dpulr.runs import building
+from dpulr.runs import loading
 from dpulr.runs.settings import Settings
 from reproduction.run import Progress
 
@@ -106,14 +106,14 @@ def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, b
 
 def train(settings: Settings, progress: Progress) -> dict[str, Any]:
     """DP-SGD at the target epsilon. The noise is calibrated by our accountant, so that both sides spend the same."""
-    train_set, test_set = building.load_data(settings)
+    train_set, test_set = loading.load_data(settings)
     rate = settings.batch_size / len(train_set)
     steps = steps_of(settings.epochs, rate) if settings.steps is None else settings.steps
     spending: dict[str, Any] = {"delta": settings.target_delta, "sample_rate": rate, "steps": steps}
     assert settings.target_epsilon is not None
     noise = accounting.calibrate(target_epsilon=settings.target_epsilon, **spending)
     torch.manual_seed(settings.seed)
-    model = building.make_model(settings)
+    model = loading.make_model(settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     each_step = private_steps(

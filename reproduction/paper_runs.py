@@ -19,7 +19,7 @@ import dpulr
 from dpulr.accounting.events import Charge, SampledStep
 from dpulr.paper.mechanism import Paper
 from dpulr.paper.nominal import PaperRelease, nominal_of
-from dpulr.runs import building
+from dpulr.runs import loading
 from dpulr.runs.settings import Settings
 from reproduction.opacus import plain_steps, private_steps
 from reproduction.run import Progress, Run
@@ -68,8 +68,8 @@ def train(settings: Settings, progress: Progress) -> dict[str, Any]:
 
     Batches have a fixed size: an epoch is as many whole ones as there are.
     """
-    train_set, test_set = building.load_data(settings)
-    model = building.make_model(settings)
+    train_set, test_set = loading.load_data(settings)
+    model = loading.make_model(settings)
     per_epoch, epochs = len(train_set) // settings.batch_size, round(settings.epochs)
     optimizer, each_step = _steps(settings, model, train_set, per_epoch * epochs)
     curve, seconds, taken, started = [], 0.0, 0, time.perf_counter()

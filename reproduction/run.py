@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dpulr.runs import building
+from dpulr.runs import loading
 from dpulr.runs.settings import Settings
 
 Loop = Literal["dpulr", "opacus", "paper"]
@@ -34,7 +34,7 @@ class Run:
         values = {"loop": self.loop, **asdict(self.settings)}
         del values["evaluations"]
         if self.loop == "dpulr":
-            options = vars(building.mechanism(self.settings)).items()
+            options = vars(loading.make_mechanism(self.settings)).items()
             values["mechanism_options"] = {name: value for name, value in options if name != "repeats"}
         return values
 
