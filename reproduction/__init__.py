@@ -1,6 +1,6 @@
 """What the documentation quotes: the paper's evaluation, certified methods beside DP-SGD, the audit's sweep. Run from a clone:
 
-    python -m reproduction --list
+python -m reproduction --list
 """
 
 from pathlib import Path

@@ -66,9 +66,7 @@ _MLP = {
         2_000,
         {0.06: 0.02, 0.113: 0.03, 0.244: 0.06, 0.8: 0.2, 2.6: 0.4, 7.26: 0.6},
     ),
-    DPSGD: Method(
-        {math.inf: {}}, 1_000, {0.06: 0.01, 0.113: 0.015, 0.244: 0.03, 0.8: 0.1, 2.6: 0.3, 7.26: 0.4, 18.6: 0.5}
-    ),
+    DPSGD: Method({math.inf: {}}, 1_000, {0.06: 0.01, 0.113: 0.015, 0.244: 0.03, 0.8: 0.1, 2.6: 0.3, 7.26: 0.4, 18.6: 0.5}),
 }
 _RESNET = {  # one direction per record and layer is what a processor affords
     HIDDEN: Method({math.inf: {"repeats": 1, "radius": 0.1, "last_layer": "exact", **_ONE_SIDED}}, 500, {3.0: 0.5, 8.0: 0.8}),

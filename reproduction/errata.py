@@ -59,8 +59,8 @@ def layers() -> Numbers:
 
 @erratum(
     "The noise is credited before clipping",
-    "Smallest variance of the gradient of a batch of 64 in the first layer of a small model, over 500 draws: credited {:.1f}, after "
-    "clipping {:.2f}.",
+    "Smallest variance of the gradient of a batch of 64 in the first layer of a small model, over 500 draws: credited {:.1f}, "
+    "after clipping {:.2f}.",
 )
 def credited_before_clipping() -> Numbers:
     sigma0, (model, x, y) = 4.0, _toy(64)

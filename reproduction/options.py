@@ -41,7 +41,10 @@ def variants() -> dict[str, dict[str, Variant]]:
 
     plain = {
         **one(subspace=None, layer_weights=_EQUAL, antithetic=True),
-        **{"momentum": 0.0, "schedule": "constant", "dataset": "reproduction.datasets:mnist_unit", "batch_size": 500},
+        "momentum": 0.0,
+        "schedule": "constant",
+        "dataset": "reproduction.datasets:mnist_unit",
+        "batch_size": 500,
     }
     return {
         "subspace": {"none" if m is None else str(m): one(subspace=m) for m in (4, 16, 32, 64, None)},

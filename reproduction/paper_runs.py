@@ -120,9 +120,7 @@ def _steps(settings: Settings, model: nn.Module, data: Any, steps: int) -> tuple
     return sgd, private_steps(model, sgd, data, **shared, **settings.mechanism_options)
 
 
-def _engine_steps(
-    settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, steps: int
-) -> Iterator[None]:
+def _engine_steps(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, steps: int) -> Iterator[None]:
     """DP-ULR by the engine; without noise plain ULR, clipped all the same: the heavy tails of the losses end it otherwise."""
     mechanism = Paper(target_std=settings.noise_multiplier, repeats=settings.repeats or REPEATS, **settings.mechanism_options)
     engine = dpulr.PrivacyEngine(

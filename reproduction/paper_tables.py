@@ -53,7 +53,7 @@ def repeats_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **c
 
 
 def baseline_runs(seed: int, epochs: int = EPOCHS) -> list[Run]:
-    """Batches of 500. Without noise: SGD, and ULR. Certified, forward passes only, at one epsilon: zeroth-order, hidden-direction."""
+    """Batches of 500. Without noise: SGD and ULR. Certified, forward passes only, one epsilon: zeroth-order, hidden-direction."""
     epsilon = epsilon_of(500, 1.0, epochs)
     zeroth: dict[str, Any] = {"mechanism": "zeroth-order", "repeats": 16, "batch_size": 500, "learning_rate": ZEROTH_ORDER_RATE}
     return [
@@ -161,7 +161,9 @@ def torch_start() -> str:
     """DP-SGD at batch 500 with torch's own initial weights."""
     runs = [paper_run("dp-sgd", 500, sigma0, model="reproduction.models:torch_start") for sigma0 in TABLE1[500]]
     cells = [[f"{100 * result['best_accuracy']:.1f}" for result in found([run])] for run in runs]
-    return table(["sigma0", *(f"{sigma0:g}" for sigma0 in TABLE1[500])], [["validation, %", *(cell[0] if cell else "-" for cell in cells)]])
+    return table(
+        ["sigma0", *(f"{sigma0:g}" for sigma0 in TABLE1[500])], [["validation, %", *(cell[0] if cell else "-" for cell in cells)]]
+    )
 
 
 def _beside(paper: tuple[float, float, float, float], ours: Sequence[Sequence[Result]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Mechanisms with a bug planted in them. The audit is worth something only if it refutes each: they are its own tests.
 
-Each bug changes one thing in what trains, and leaves the claim as it was (or, once, changes the claim alone). They are planted where
-anybody may plug in something of their own: a mechanism, a source of randomness, a claim.
+Each bug changes one thing in what trains, and leaves the claim as it was (or, once, changes the claim alone). They are planted
+where anybody may plug in something of their own: a mechanism, a source of randomness, a claim.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HalvedNoise(RandomSource):
 
 
 class RepeatedNoise(RandomSource):
-    """Every draw of noise is handed out `times` times in a row: a generator that is restored on resuming, or seeded anew each time."""
+    """Every draw of noise is handed out `times` times in a row: a generator that is restored on resuming, or always seeded anew."""
 
     times = 10**9
 

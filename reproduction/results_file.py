@@ -9,55 +9,14 @@ import platform
 import statistics
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import reproduction
-from reproduction.run import Result, Run
+from reproduction.run import OPTIONS, SETTINGS, Result, Run
 
 FOLDER_VARIABLE = "DPULR_RESULTS"
-
-# What a description means where it does not say: the values of 0.1.0, fixed for good, so that a default of the package may change
-# and an option may be added without making the results unfindable.
-_SETTINGS: dict[str, Any] = {
-    "steps": None,
-    "target_epsilon": None,
-    "target_delta": 1e-5,
-    "noise_multiplier": None,
-    "momentum": 0.9,
-    "average": 0.0,
-    "schedule": "cosine",
-    "holdout": 0,
-    "sampling": "poisson",
-    "rejection_threshold": 0,
-    "min_dataset_size": None,
-    "insecure_noise_seed": None,
-}
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "hidden-direction": {
-        "layer_weights": "auto",
-        "radius": 0.1,
-        "kappa": None,
-        "frames": 1,
-        "last_layer": "hidden",
-        "space": "auto",
-        "subspace": "auto",
-        "antithetic": True,
-        "groups": None,
-    },
-    "gaussian": {
-        "estimator": "antithetic",
-        "sigma": 0.1,
-        "max_grad_norm": 1.0,
-        "clipping": "joint",
-        "layer_weights": None,
-        "space": "auto",
-        "subspace": None,
-    },
-    "zeroth-order": {"radius": 1e-3, "directions": "normal", "max_grad_norm": 1.0},
-    "opacus": {"max_grad_norm": 1.0, "mode": "ghost", "physical_batch": None},
-    "paper": {"max_grad_norm": 1.0},
-}
 
 
 def folder() -> Path:
@@ -79,13 +38,16 @@ def found(runs: Iterable[Run]) -> list[Result]:
 def described(file: str, **changes: Any) -> list[Result]:
     """Results by what their descriptions say: for settings that the package no longer has."""
     wanted = [(name, _plain(value)) for name, value in changes.items()]
-    results = json.loads((folder() / file).read_text()) if (folder() / file).exists() else []
-    return [result for result in results if all(_plain(result["run"].get(name)) == value for name, value in wanted)]
+    return [result for result in _read(folder() / file) if all(_plain(result["run"].get(name)) == value for name, value in wanted)]
 
 
 def add(run: Run, result: Result) -> None:
     """Add a result to what the file holds now: another process may be at work on it. A reader never sees half a file."""
-    about = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": platform.machine(), "python": platform.python_version()}
+    about = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
     file = folder() / run.file
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:
@@ -98,8 +60,8 @@ def add(run: Run, result: Result) -> None:
 
 def key(description: Mapping[str, Any]) -> str:
     """What tells runs apart. Epsilon counts to six digits: a computed one differs in the last bit from machine to machine."""
-    options, usual = description["mechanism_options"], _OPTIONS.get(description["mechanism"], {})
-    plain = {name: value for name, value in description.items() if name not in _SETTINGS or value != _SETTINGS[name]}
+    options, usual = description["mechanism_options"], OPTIONS.get(description["mechanism"], {})
+    plain = {name: value for name, value in description.items() if name not in SETTINGS or value != SETTINGS[name]}
     plain["mechanism_options"] = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
     if plain.get("target_epsilon"):
         plain["target_epsilon"] = float(f"{plain['target_epsilon']:.6g}")
@@ -113,7 +75,18 @@ def mean_and_spread(results: Iterable[Result]) -> tuple[float, float]:
 
 
 def _known(file: Path) -> dict[str, Result]:
-    return {key(result["run"]): result for result in json.loads(file.read_text())} if file.exists() else {}
+    return {key(result["run"]): result for result in _read(file)}
+
+
+def _read(file: Path) -> list[Result]:
+    return _parsed(file, file.stat().st_mtime_ns) if file.exists() else []
+
+
+@lru_cache(maxsize=8)
+def _parsed(file: Path, changed: int) -> list[Result]:
+    """The file as it was at a time: tables ask for the same one again and again."""
+    found: list[Result] = json.loads(file.read_text())
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -111,11 +111,42 @@ def studies() -> dict[str, Study]:
     settings, dynamics = tuple(paper_tables.SETTINGS), tuple(f"{b}:{s:g}" for b in (64, 200, 500) for s in paper_figures.NOISES)
     rows = tuple(f"{name}:{i}" for name, one in certified.comparisons().items() for i in range(len(one.epsilons)))
     every = [
-        Study("table1", "MNIST, batch:sigma0. DP-ULR and DP-SGD as in the paper; certified methods", settings, by_seed(_table1), _show_table1),
-        Study("figure-dynamics", "accuracy and epsilon by epoch; shares the runs of table1", dynamics, by_seed(_dynamics), _show_table1),
-        Study("model-size", "MNIST, batch:model, sigma0 = 8, three MLPs", tuple(paper_tables.SIZES), by_seed(_model_size), _show_model_size),
-        Study("repeats", "MNIST, batch:sigma0. DP-ULR with K = 4, 16, 64", settings, by_seed(_repeats), _listing(_repeats), usual=("64:4", "500:4")),
-        Study("cifar", "CIFAR-10, ResNet-5: DP-SGD, and DP-ULR at 1/q:sigma0", tuple(paper_tables.CIFAR), by_seed(_cifar), _listing(_cifar)),
+        Study(
+            "table1",
+            "MNIST, batch:sigma0. DP-ULR and DP-SGD as in the paper; certified methods",
+            settings,
+            by_seed(_table1),
+            _show_table1,
+        ),
+        Study(
+            "figure-dynamics",
+            "accuracy and epsilon by epoch; shares the runs of table1",
+            dynamics,
+            by_seed(_dynamics),
+            _show_table1,
+        ),
+        Study(
+            "model-size",
+            "MNIST, batch:model, sigma0 = 8, three MLPs",
+            tuple(paper_tables.SIZES),
+            by_seed(_model_size),
+            _show_model_size,
+        ),
+        Study(
+            "repeats",
+            "MNIST, batch:sigma0. DP-ULR with K = 4, 16, 64",
+            settings,
+            by_seed(_repeats),
+            _listing(_repeats),
+            usual=("64:4", "500:4"),
+        ),
+        Study(
+            "cifar",
+            "CIFAR-10, ResNet-5: DP-SGD, and DP-ULR at 1/q:sigma0",
+            tuple(paper_tables.CIFAR),
+            by_seed(_cifar),
+            _listing(_cifar),
+        ),
         Study(
             "baselines",
             "MNIST: SGD and ULR without privacy; zeroth-order and hidden-direction, certified",
@@ -124,7 +155,14 @@ def studies() -> dict[str, Study]:
             lambda choice: paper_tables.baselines(choice.seeds, choice.epochs),
             changeable=False,
         ),
-        Study("results", "hidden-direction beside DP-SGD, dataset:row of docs/results.md", rows, by_seed(_results), _show_results, changeable=False),
+        Study(
+            "results",
+            "hidden-direction beside DP-SGD, dataset:row of docs/results.md",
+            rows,
+            by_seed(_results),
+            _show_results,
+            changeable=False,
+        ),
         Study(
             "gaussian",
             "MNIST, gaussian at epsilon 2.6",
@@ -168,7 +206,11 @@ def hours(runs: list[Run]) -> float:
     for run in runs:
         values = run.describe()
         for names in _ALIKE:
-            alike = [r for file in ("paper.json", "certified.json", "held-out.json") for r in described(file, **{n: values[n] for n in names})]
+            alike = [
+                r
+                for file in ("paper.json", "certified.json", "held-out.json")
+                for r in described(file, **{n: values[n] for n in names})
+            ]
             if alike:
                 total += run.settings.epochs * sum(r["seconds"] / r["run"]["epochs"] for r in alike) / len(alike)
                 break
@@ -181,9 +223,10 @@ def listing(seeds: int) -> str:
     for study in studies().values():
         runs = study.runs(study.choice(seeds=seeds))
         missing = [run for run in runs if not found([run])]
-        rows.append([study.name, f"{study.epochs}", f"{len(runs)}", f"{len(missing)}", f"{hours(missing):.1f}", study.about])
-    rows += [[name, "-", "-", "-", hours_, about] for name, (hours_, about) in OTHERS.items()]
-    return table(["study", "epochs", "runs", "to run", "hours", "what"], rows)
+        counts = [f"{len(runs)}", f"{hours(runs):.1f}", f"{len(missing)}", f"{hours(missing):.1f}"]
+        rows.append([study.name, f"{study.epochs}", *counts, study.about])
+    rows += [[name, "-", "-", all_hours, "-", "-", about] for name, (all_hours, about) in OTHERS.items()]
+    return table(["study", "epochs", "runs", "hours", "of them to run", "hours", "what"], rows)
 
 
 OTHERS = {
