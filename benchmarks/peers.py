@@ -6,15 +6,14 @@ A step means sampling, gradients, noise and optimizer. All peers hold the data i
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from reproduction.opacus import Batches
+from reproduction.opacus import Mode, private_steps
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dpulr
 
@@ -24,11 +23,6 @@ NOISE, RATE = 2.0, 0.05
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-
-
-def endless(loader: DataLoader[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
 
 
 def plain(model: nn.Module, data: TensorDataset, batch: int) -> Step:
@@ -51,34 +45,10 @@ def plain(model: nn.Module, data: TensorDataset, batch: int) -> Step:
     return step
 
 
-def opacus(mode: str) -> Callable[[nn.Module, TensorDataset, int], Step]:
+def opacus(mode: Mode) -> Callable[[nn.Module, TensorDataset, int], Step]:
     def make(model: nn.Module, data: TensorDataset, batch: int) -> Step:
-        from opacus import PrivacyEngine
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parts = PrivacyEngine().make_private(
-                module=model,
-                optimizer=optimizer(model),
-                criterion=nn.CrossEntropyLoss(),
-                data_loader=DataLoader(Batches(data), batch_size=batch, collate_fn=list),
-                noise_multiplier=NOISE,
-                max_grad_norm=1.0,
-                grad_sample_mode=mode,
-            )
-        wrapped, private, loader = parts[0], parts[1], parts[-1]
-        loss_fn = parts[2] if mode == "ghost" else nn.CrossEntropyLoss()
-        stream = endless(loader)
-
-        def step() -> None:
-            x, y = next(stream)
-            private.zero_grad()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                loss_fn(wrapped(x), y).backward()
-            private.step()
-
-        return step
+        steps = private_steps(model, optimizer(model), data, batch_size=batch, noise_multiplier=NOISE, mode=mode)
+        return lambda: next(steps)
 
     return make
 
@@ -108,7 +78,7 @@ def ours(mechanism: Any, noise: float | None = NOISE) -> Callable[[nn.Module, Te
 
 
 def naive(repeats: int = 16, sigma: float = 0.5) -> Callable[[nn.Module, TensorDataset, int], Step]:
-    """Algorithm 1 as it reads: K whole passes a layer, each record's gradient written out, averaged and clipped. No controller."""
+    """Algorithm 1 as it reads: K whole passes per layer, a gradient written out for each record, averaged, clipped. No controller."""
 
     def make(model: nn.Module, data: TensorDataset, batch: int) -> Step:
         inputs, targets = data.tensors
