@@ -1,4 +1,4 @@
-"""Tables and pictures of docs/performance.md, from reproduction/results/bench.json; `python -m reproduction pages` puts them there."""
+"""Tables and pictures of docs/performance.md, from results/bench.json; `python -m reproduction pages` puts them there."""
 
 from __future__ import annotations
 

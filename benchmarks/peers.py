@@ -78,7 +78,7 @@ def ours(mechanism: Any, noise: float | None = NOISE) -> Callable[[nn.Module, Te
 
 
 def naive(repeats: int = 16, sigma: float = 0.5) -> Callable[[nn.Module, TensorDataset, int], Step]:
-    """Algorithm 1 as it reads: K whole passes per layer, a gradient written out for each record, averaged, clipped. No controller."""
+    """Algorithm 1 as it reads: K whole passes per layer, a gradient for each record, averaged and clipped. No controller."""
 
     def make(model: nn.Module, data: TensorDataset, batch: int) -> Step:
         inputs, targets = data.tensors
