@@ -5,17 +5,36 @@ Names are loaded when they are first used, so that `dpulr.accounting` starts wit
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr import accounting, audit, data, models, runs
+    from dpulr import accounting, audit, data, mechanisms, models, runs
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
-    from dpulr.evaluation import evaluate
-    from dpulr.mechanisms import Gaussian, HiddenDirection, Paper, ZerothOrder
+    from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
+    from dpulr.model import layers
+    from dpulr.paper.mechanism import Paper
+    from dpulr.scores import evaluate
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Gaussian": "dpulr.mechanisms",
+    "HiddenDirection": "dpulr.mechanisms",
+    "Paper": "dpulr.paper.mechanism",
+    "PrivacyEngine": "dpulr.engine",
+    "PrivacySpent": "dpulr.accounting",
+    "ZerothOrder": "dpulr.mechanisms",
+    "accounting": "dpulr.accounting",
+    "audit": "dpulr.audit",
+    "data": "dpulr.data",
+    "evaluate": "dpulr.scores",
+    "layers": "dpulr.model.layers",
+    "mechanisms": "dpulr.mechanisms",
+    "models": "dpulr.models",
+    "runs": "dpulr.runs",
+}
 __all__ = [
     "Gaussian",
     "HiddenDirection",
@@ -27,35 +46,18 @@ __all__ = [
     "audit",
     "data",
     "evaluate",
+    "layers",
+    "mechanisms",
     "models",
     "runs",
 ]
 
-_MODULES = {
-    "accounting": "accounting",
-    "audit": "audit",
-    "data": "data",
-    "layers": "model.layers",
-    "models": "models",
-    "runs": "runs",
-}
-_HOME = {
-    "Gaussian": "mechanisms",
-    "HiddenDirection": "mechanisms",
-    "Paper": "mechanisms",
-    "PrivacyEngine": "engine",
-    "PrivacySpent": "accounting",
-    "ZerothOrder": "mechanisms",
-    "evaluate": "evaluation",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"dpulr.{_MODULES[name]}")
-    if name in _HOME:
-        return getattr(importlib.import_module(f"dpulr.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'dpulr' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'dpulr' has no attribute {name!r}")
+    home = import_module(_HOME[name])
+    return home if name[0].islower() and name != "evaluate" else getattr(home, name)
 
 
 def __dir__() -> list[str]:

@@ -20,22 +20,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpulr.model.layers.base import row_norm
+from dpulr.norms import row_norm
 
 
 class RandomSource:
-    """Makes one independent generator per purpose. With an insecure seed the streams repeat: for tests only."""
+    """Makes one independent stream per purpose. With an insecure seed the streams repeat: for tests only.
+
+    A subclass may record or spoil its streams, as audits do; the engine then certifies nothing.
+    """
 
     def __init__(self, insecure_seed: int | None = None) -> None:
         self.insecure_seed = insecure_seed
+
+    @property
+    def reason_for_none(self) -> str | None:
+        """Why nothing that uses these streams has a guarantee, if so."""
+        if self.insecure_seed is not None:
+            return "the noise comes from a seed (insecure_noise_seed)"
+        return None if type(self) is RandomSource else "the noise comes from a source of one's own (randomness)"
 
     def numpy(self, purpose: str) -> np.random.Generator:
         if self.insecure_seed is None:
             return SecretGenerator(_fresh())
         return np.random.Generator(np.random.SFC64([self.insecure_seed, zlib.crc32(purpose.encode())]))
 
+    def batches(self) -> np.random.Generator:
+        return self.numpy("batches")
+
     def directions(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Directions:
         return Directions(self.numpy("directions"), device, dtype)
+
+    def noise(self, size: int) -> GaussianNoise:
+        return GaussianNoise(size, self.numpy("noise"))
 
 
 class SecretGenerator(np.random.Generator):
@@ -120,16 +136,16 @@ class Directions:
         self._torch: torch.Generator | None = None
         if device.type != "cpu":
             self._torch = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
-        self._planned: list[int] = []
+        self._expected: list[int] = []
         self._rng, self._ahead = rng, Ahead(lambda size: rng.standard_normal(size, dtype=np.float32))
 
-    def plan(self, sizes: Sequence[int]) -> None:
-        """What the next calls of `normal` will ask for: each is drawn ahead while what came before it is used."""
-        self._planned = list(reversed(sizes))
+    def expect(self, sizes: Sequence[int]) -> None:
+        """A hint, which only saves time: how many numbers the next calls of `normal` will ask for. They are drawn ahead."""
+        self._expected = list(reversed(sizes))
         self._start_next()
 
     def _start_next(self) -> None:
-        size = self._planned.pop() if self._planned and self._torch is None else 0
+        size = self._expected.pop() if self._expected and self._torch is None else 0
         if size >= _WORTH_A_THREAD:
             self._ahead.start(size)
 
@@ -150,16 +166,6 @@ class Directions:
         sizes = [math.prod(shape) for shape in shapes]
         parts = zip(self.normal(sum(sizes)).split_with_sizes(sizes), shapes, strict=True)
         return [_normalised(part.view(-1, shape[-1])).view(shape) for part, shape in parts]
-
-    def frames(self, blocks: int, records: int, size: int, dim: int) -> Tensor:
-        """(blocks, records, size, dim): uniform orthonormal frames, by Gram-Schmidt done twice for accuracy."""
-        z = self.normal(size, blocks, records, dim)
-        for i in range(size):
-            for _ in range(2):
-                for j in range(i):
-                    z[i] -= (z[i] * z[j]).sum(-1, keepdim=True) * z[j]
-            _normalised(z[i].view(-1, dim))
-        return z.movedim(0, 2)
 
 
 def _normalised(rows: Tensor) -> Tensor:

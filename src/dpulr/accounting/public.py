@@ -23,6 +23,7 @@ from dpulr.accounting.shortcuts import gaussian_epsilon as gaussian_epsilon
 from dpulr.accounting.shortcuts import hidden_direction_epsilon as hidden_direction_epsilon
 from dpulr.accounting.shortcuts import hidden_direction_release as hidden_direction_release
 from dpulr.accounting.statement import PrivacySpent as PrivacySpent
+from dpulr.accounting.statement import guarantee_of as guarantee_of
 from dpulr.accounting.statement import privacy_spent as privacy_spent
 from dpulr.paper.nominal import NominalEpsilon as NominalEpsilon
 from dpulr.paper.nominal import PaperRelease as PaperRelease

@@ -49,19 +49,10 @@ def privacy_spent(charges: Iterable[Charge], delta: float, *, reasons: Iterable[
     joined = merged(charges)
     sampled = [charge.step for charge in joined if isinstance(charge.step, SampledStep)]
     releases = [step.release for step in sampled]
-    why = list(dict.fromkeys([*reasons, *(reason for charge in joined for reason in charge.step.reasons)]))
-    gaps = list(dict.fromkeys(release.gap for release in releases if not release.certified))
+    guarantee, nominal, why = _kind(joined, releases, list(reasons), delta)
     value: float | None = None
-    nominal: float | None = None
-    guarantee: Guarantee = "none"
-    if gaps:
-        nominal, violated = _nominal(joined, releases, delta)
-        if nominal is not None and not why and not violated:
-            guarantee = "nominal"
-        else:
-            why = [*gaps, *why, *violated]
-    elif not why:
-        value, guarantee = price(joined, delta, method), "certified"
+    if guarantee == "certified":
+        value = price(joined, delta, method)
         if math.isinf(value):
             value, guarantee = None, "none"
             why.append("rejection or the number of steps makes epsilon infinite at this delta")
@@ -78,6 +69,27 @@ def privacy_spent(charges: Iterable[Charge], delta: float, *, reasons: Iterable[
         method=method,
         secrets=_joined([release.secrets for release in releases] or [Release.secrets]),
     )
+
+
+def guarantee_of(charges: Iterable[Charge]) -> Guarantee:
+    """What stands behind the epsilon of these charges, without pricing them."""
+    joined = merged(charges)
+    releases = [charge.step.release for charge in joined if isinstance(charge.step, SampledStep)]
+    return _kind(joined, releases, [], 1e-5)[0]
+
+
+def _kind(
+    joined: Sequence[Charge], releases: Sequence[Release], reasons: list[str], delta: float
+) -> tuple[Guarantee, float | None, list[str]]:
+    """The kind of guarantee, the value of an unproved formula if there is one, and what voids the guarantee."""
+    why = list(dict.fromkeys([*reasons, *(reason for charge in joined for reason in charge.step.reasons)]))
+    gaps = list(dict.fromkeys(release.gap for release in releases if not release.certified))
+    if not gaps:
+        return "none" if why else "certified", None, why
+    nominal, violated = _nominal(joined, releases, delta)
+    if nominal is not None and not why and not violated:
+        return "nominal", nominal, []
+    return "none", nominal, [*gaps, *why, *violated]
 
 
 def _nominal(charges: Sequence[Charge], releases: Sequence[Release], delta: float) -> tuple[float | None, tuple[str, ...]]:

@@ -6,19 +6,21 @@ mechanism with Poisson sampling certifies it. The estimators are the paper's lik
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dpulr import validate
 from dpulr.accounting.events import GaussianRelease
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces, weighted
-from dpulr.mechanisms.coordinates import Coordinates
-from dpulr.model.replay import Clean, Forward
-from dpulr.model.sites import Space
+from dpulr.errors import InvalidArgument
+from dpulr.mechanisms.base import WITH_MARGIN, Mechanism, SitewiseMechanism, WorstCase, weighted
+from dpulr.model.forward import Forward
+from dpulr.model.passes import Clean
+from dpulr.model.sites import Bases, Site, Space
+from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
 Estimator = Literal["likelihood-ratio", "baseline", "antithetic"]
@@ -32,8 +34,8 @@ class Gaussian(Mechanism):
     baseline          z (L(+sigma z) - L(0)) / sigma              the clean loss taken off
     antithetic        z (L(+sigma z) - L(-sigma z)) / (2 sigma)   both signs
 
-    `subspace=m` estimates in a public random subspace of m dimensions a layer, drawn anew in each step: fewer dimensions need fewer
-    repeats, and the noise has fewer coordinates too.
+    `subspace=m` estimates in a public random subspace of m dimensions per layer, drawn anew in each step: fewer dimensions need
+    fewer repeats, and the noise has fewer coordinates too.
     """
 
     repeats: int = 16
@@ -47,91 +49,86 @@ class Gaussian(Mechanism):
     name: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
-        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats!r}; it must be a whole number of at least 1.")
-        if self.estimator not in ("likelihood-ratio", "baseline", "antithetic"):
-            raise ValueError(f"estimator is {self.estimator!r}; it must be 'likelihood-ratio', 'baseline' or 'antithetic'.")
-        if self.clipping not in ("joint", "per-layer"):
-            raise ValueError(f"clipping is {self.clipping!r}; it must be 'joint' or 'per-layer'.")
-        for field in ("sigma", "max_grad_norm"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field} is {value}; it must be a positive number.")
-        check_spaces(self.space, self.subspace)
+        validate.whole_number("repeats", self.repeats)
+        validate.one_of("estimator", self.estimator, get_args(Estimator))
+        validate.one_of("clipping", self.clipping, ("joint", "per-layer"))
+        validate.positive("sigma", self.sigma)
+        validate.positive("max_grad_norm", self.max_grad_norm)
+        validate.one_of("space", self.space, get_args(Space))
+        if self.subspace is not None:
+            validate.whole_number("subspace", self.subspace)
         if self.layer_weights is not None:
             object.__setattr__(self, "layer_weights", tuple(self.layer_weights))
             if self.clipping == "joint":
-                raise ValueError("layer_weights are for clipping='per-layer'; joint clipping has one bound for all layers.")
+                raise InvalidArgument("layer_weights are for clipping='per-layer'; joint clipping has one bound for all layers.")
 
-    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundGaussian:
-        return BoundGaussian(self, forward, memory_limit=memory_limit, seed=seed)
+    def release(self, sites: Sequence[Site], noise_multiplier: float) -> GaussianRelease:
+        return GaussianRelease(noise_multiplier)
+
+    def passes(self, sites: Sequence[Site]) -> int:
+        return 1 + (2 if self.estimator == "antithetic" else 1) * self.repeats * len(sites)
+
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedGaussian:
+        return FittedGaussian(self, forward, plan, memory_limit=memory_limit, seed=seed)
+
+    @classmethod
+    def worst_case(cls) -> WorstCase:
+        """A clipped estimate in one dimension always has the same direction: no attack has it easier."""
+        return WorstCase(cls(), dim=1)
 
 
-class BoundGaussian(Bound):
-    def __init__(self, settings: Gaussian, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
-        super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=settings.subspace)
+class FittedGaussian(SitewiseMechanism):
+    def __init__(self, settings: Gaussian, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
+        noise_std = plan.noise_multiplier * settings.max_grad_norm
+        super().__init__(forward, plan, noise_std=noise_std, subspace=settings.subspace, memory_limit=memory_limit, seed=seed)
         self.settings = settings
         self.bounds = self._layer_bounds()
 
-    def event_at(self, noise_multiplier: float) -> GaussianRelease:
-        return GaussianRelease(noise_multiplier)
-
-    @property
-    def noise_std(self) -> float:
-        return self.noise_multiplier * self.settings.max_grad_norm
-
     def draws(self, records: int) -> list[int]:
-        return [
-            repeats * records * coordinates.dim
-            for coordinates in self.coordinates
-            for repeats in self._repeats(coordinates, records)
-        ]
+        return [part * records * site.dim for i, site in enumerate(self.sites) for part in self._repeats(i, records)]
 
-    def _repeats(self, coordinates: Coordinates, records: int) -> Iterator[int]:
+    def _repeats(self, index: int, records: int) -> Iterator[int]:
         signs = 2 if self.settings.estimator == "antithetic" else 1
-        return self.repeat_chunks(signs * self.row_bytes(coordinates.site), records, self.settings.repeats)
+        return self.chunks.repeats(signs * self.chunks.row_bytes[index], records, self.settings.repeats)
 
-    def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
-        sites = range(len(self.forward.sites))
-        signals = [self.estimate(clean, i, directions) for i in sites]
-        norms = torch.stack([self.forward.sites[i].norms(clean.calls[i], signals[i]) for i in sites])
+    def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
+        signals = [self.estimate(clean, i, public[i], directions) for i in range(len(self.sites))]
+        norms = torch.stack([site.norms(call, signal) for site, call, signal in zip(self.sites, clean.calls, signals, strict=True)])
         scales = self.clip_factors(norms)
-        for i in sites:
-            self.coordinates[i].add(clean.calls[i], signals[i], scales[i], parts[i])
+        for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
+            site.add(call, signal, scale, part)
 
-    def estimate(self, clean: Clean, index: int, directions: Directions) -> Tensor:
+    def estimate(self, clean: Clean, index: int, basis: Tensor | None, directions: Directions) -> Tensor:
         """(records, dim): the estimated gradient of each record's loss with respect to the site's coordinates."""
-        site, call, settings = self.forward.sites[index], clean.calls[index], self.settings
-        coordinates, sigma = self.coordinates[index], settings.sigma
-        signal = torch.zeros(clean.records, coordinates.dim, device=self.device, dtype=self.dtype)
-        for repeats in self._repeats(coordinates, clean.records):
-            z = directions.normal(repeats, clean.records, coordinates.dim)
-            delta = coordinates.perturbation(z, sigma)
-            if settings.estimator == "antithetic":
-                losses = self.forward.losses(clean, index, site.perturbed_pair(call, delta))
+        site, call, estimator, sigma = self.sites[index], clean.calls[index], self.settings.estimator, self.settings.sigma
+        signal = torch.zeros(clean.records, site.dim, device=self.device, dtype=self.dtype)
+        for repeats in self._repeats(index, clean.records):
+            z = directions.normal(repeats, clean.records, site.dim)
+            delta = site.perturbation(z, sigma, basis)
+            if estimator == "antithetic":
+                losses = self.forward.losses(clean, index, site.moved_both_ways(call, delta))
                 slope = (losses[:repeats] - losses[repeats:]) / (2 * sigma)
             else:
-                slope = self.forward.losses(clean, index, site.perturbed(call, delta)) / sigma
-                if settings.estimator == "baseline":
+                slope = self.forward.losses(clean, index, site.moved(call, delta)) / sigma
+                if estimator == "baseline":
                     slope = slope - clean.losses / sigma
-            slope = torch.where(torch.isfinite(slope), slope, 0)
-            signal += weighted(slope, z)
-        return signal.div_(settings.repeats)
+            signal += weighted(torch.where(torch.isfinite(slope), slope, 0), z)
+        return signal.div_(self.settings.repeats)
 
     def clip_factors(self, norms: Tensor) -> Tensor:
         """(sites, records): what each record's gradients are multiplied by, given their norms (sites, records)."""
         if self.settings.clipping == "joint":
             norms = torch.linalg.vector_norm(norms, dim=0, keepdim=True).expand_as(norms)
-        factors: Tensor = (ROUNDING * self.bounds.unsqueeze(1) / norms).clamp(max=1)
+        factors: Tensor = (WITH_MARGIN * self.bounds.unsqueeze(1) / norms).clamp(max=1)
         return factors
 
     def _layer_bounds(self) -> Tensor:
         """C for every layer if clipped jointly; else C_l with sum C_l^2 = C^2, in proportion to the weights."""
-        count, settings = len(self.forward.sites), self.settings
+        count, settings = len(self.sites), self.settings
         if settings.clipping == "joint":
             return torch.full((count,), settings.max_grad_norm, device=self.device, dtype=self.dtype)
         weights = torch.tensor(settings.layer_weights or [1.0] * count, dtype=torch.float64)
         if len(weights) != count or not bool((torch.isfinite(weights) & (weights > 0)).all()):
-            raise ValueError(f"layer_weights must be {count} positive numbers, one per layer; got {settings.layer_weights}.")
+            raise InvalidArgument(f"layer_weights must be {count} positive numbers, one per layer; got {settings.layer_weights}.")
         bounds = settings.max_grad_norm * weights / weights.square().sum().sqrt()
         return bounds.to(self.device, self.dtype)

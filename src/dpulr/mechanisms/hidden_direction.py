@@ -1,25 +1,31 @@
 """`hidden-direction`: each record perturbs in a secret direction and keeps one bit (docs/theory.md, section 6).
 
-Record i draws z uniform on a sphere, runs the model at +radius z and -radius z, and keeps b in [-1, 1]: the sign of the difference
-of the two losses, or that difference clipped. Its signal is C A z b with ||A|| <= 1. That nobody knows z is credited in epsilon.
+Record i draws z uniform on a sphere, runs the model moved along radius z, and compares its loss with that of the clean pass (or of a
+pass moved the other way). It keeps b in [-1, 1]: the sign of the difference, or the difference clipped. Its signal is C A z b with
+||A|| <= 1. That nobody knows z is credited in epsilon.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dpulr import validate
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism, check_spaces, weighted
-from dpulr.mechanisms.layer_budget import LayerCost, balanced, mean_overlap
-from dpulr.model.replay import Clean, Forward, Move
-from dpulr.model.sites import Space
+from dpulr.accounting.small_signal import mean_overlap
+from dpulr.errors import InvalidArgument, ModelRefused
+from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
+from dpulr.mechanisms.layer_budget import LayerCost, balanced
+from dpulr.model.forward import Forward
+from dpulr.model.passes import Clean, Move, Shift
+from dpulr.model.sites import Bases, OutputSite, Site, Space
+from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
 _EXACT_STEP = 1e-2
@@ -30,268 +36,283 @@ _MOST_EXACT = 1_000
 class HiddenDirection(Mechanism):
     """Settings.
 
-    repeats        directions a record and layer
+    repeats        directions per record and layer
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
     radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
-    antithetic     True compares a direction with its opposite; False with the clean pass: half the passes a direction
+    antithetic     True compares a direction with its opposite; False with the clean pass: half the passes per direction
     kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
-    frames         size of orthonormal blocks of directions (Theorem 2); it divides repeats
     last_layer     "exact" takes the last layer's gradient by differences at its few outputs, clipped and noised as a Gaussian part
-    blocks         None perturbs layer by layer; a number makes so many blocks of neighbouring layers, each with one joint direction
+    groups         None perturbs layer by layer; a number makes so many groups of neighbouring layers, each with one joint direction
                    and one pass: the cost of a step then grows with the depth, not with its square
-    subspace       directions hide in a public subspace of m dimensions a layer ("auto": 4 a repeat, at least 16); None: in all
+    subspace       directions hide in a public subspace of m dimensions per layer ("auto": 4 per repeat, at least 16); None: in all
     """
 
     repeats: int = 1
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
     radius: float = 0.1
     kappa: float | None = None
-    frames: int = 1
     last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
     subspace: int | Literal["auto"] | None = "auto"
-    antithetic: bool = True
-    blocks: int | None = None
+    antithetic: bool = False
+    groups: int | None = None
     name: ClassVar[str] = "hidden-direction"
 
     def __post_init__(self) -> None:
-        for field in ("repeats", "frames"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least 1.")
-        if self.blocks is not None and (isinstance(self.blocks, bool) or not isinstance(self.blocks, int) or self.blocks < 1):
-            raise ValueError(f"blocks is {self.blocks!r}; it must be None or a whole number of at least 1.")
-        if not isinstance(self.antithetic, bool):
-            raise ValueError(f"antithetic is {self.antithetic!r}; it must be true or false.")
-        if self.repeats % self.frames:
-            raise ValueError(f"repeats is {self.repeats}; it must be a multiple of frames, which is {self.frames}.")
-        if self.frames > 1 and self.kappa is not None:
-            raise ValueError("orthonormal frames (frames > 1) keep signs only: use kappa=None.")
+        validate.whole_number("repeats", self.repeats)
+        validate.boolean("antithetic", self.antithetic)
+        validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
+        validate.one_of("space", self.space, get_args(Space))
+        validate.positive("radius", self.radius)
+        if self.kappa is not None:
+            validate.positive("kappa", self.kappa)
+        if self.groups is not None:
+            validate.whole_number("groups", self.groups)
+        if self.subspace not in ("auto", None):
+            validate.whole_number("subspace", self.subspace)
         if self.layer_weights != "auto":
             if isinstance(self.layer_weights, str):
-                raise ValueError(f"layer_weights is {self.layer_weights!r}; it must be 'auto' or a number for each layer.")
+                raise InvalidArgument(f"layer_weights is {self.layer_weights!r}; it must be 'auto' or a number for each layer.")
             object.__setattr__(self, "layer_weights", tuple(self.layer_weights))
-        for field in ("radius", "kappa"):
-            value = getattr(self, field)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field} is {value}; it must be a positive number.")
-        if self.last_layer not in ("hidden", "exact"):
-            raise ValueError(f"last_layer is {self.last_layer!r}; it must be 'hidden' or 'exact'.")
-        check_spaces(self.space, self.subspace)
 
-    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundHiddenDirection:
-        return BoundHiddenDirection(self, forward, memory_limit=memory_limit, seed=seed)
+    @property
+    def kept_dims(self) -> int | None:
+        """Dimensions of the public subspaces."""
+        return max(16, 4 * self.repeats) if self.subspace == "auto" else self.subspace
+
+    def release(self, sites: Sequence[Site], noise_multiplier: float) -> HiddenDirectionRelease:
+        return self.layout(sites).release(noise_multiplier)
+
+    def layout(self, sites: Sequence[Site]) -> Layout:
+        """Which sites share a direction, each site in its public subspace."""
+        return Layout(self, [site.within(self.kept_dims) for site in sites])
+
+    def passes(self, sites: Sequence[Site]) -> int:
+        layout = self.layout(sites)
+        exact = 0 if layout.exact is None else 2 * layout.dims[layout.exact]
+        return 1 + (2 if self.antithetic else 1) * self.repeats * len(layout.hidden_groups) + exact
+
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
+        return FittedHiddenDirection(self, forward, plan, memory_limit=memory_limit, seed=seed)
+
+    @classmethod
+    def worst_case(cls) -> WorstCase:
+        """The crafted canary needs no public subspace."""
+        return WorstCase(cls(subspace=None))
 
 
-class BoundHiddenDirection(Bound):
-    """`groups` are the sites that share a direction, first to last: one each, or blocks of neighbours."""
+class Layout:
+    """Which sites share a direction, and what that releases. Public: it depends on shapes and settings only.
 
-    def __init__(self, settings: HiddenDirection, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
-        subspace = max(16, 4 * settings.repeats) if settings.subspace == "auto" else settings.subspace
-        super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=subspace)
-        self.settings = settings
-        self.signs = 2 if settings.antithetic else 1
+    groups  the sites that share a direction, first to last: one each, or several neighbours; an exact last layer stays alone
+    dims    the dimensions of each group's direction
+    exact   the number of the exact group, if there is one
+    """
+
+    def __init__(self, settings: HiddenDirection, sites: Sequence[Site]) -> None:
+        self.settings, self.sites = settings, sites
         if settings.last_layer == "exact":
             self._check_exact()
         self.groups = self._groups()
+        self.dims = [sum(sites[i].dim for i in group) for group in self.groups]
         self.exact = len(self.groups) - 1 if settings.last_layer == "exact" else None
-        self.dims = [sum(self.coordinates[i].dim for i in group) for group in self.groups]
-        self._bytes = [self.signs * settings.frames * max(self.row_bytes(forward.sites[i]) for i in group) for group in self.groups]
-        self.hidden = range(len(forward.sites) - (self.exact is not None))
-        """The sites that hide their directions."""
-        self._gains_tell = all(forward.sites[i].rule.gains_tell for i in self.hidden)
-        self.weights: tuple[float, ...] = ()
-        self._bounds = torch.empty(0)
-        self._overlaps = torch.ones(self.size, device=self.device, dtype=self.dtype)
-        for g, group in enumerate(self.groups):
-            for i in group:
-                if i in self.hidden:
-                    self._parts(self._overlaps)[i].fill_(mean_overlap(self.dims[g]))
-        for g, group in enumerate(self.groups):
-            if settings.frames > self.dims[g] and g != self.exact:
-                raise ValueError(f"frames is {settings.frames}, but {self._label(group)} has only {self.dims[g]} dimensions.")
+        self.hidden_groups = self.groups if self.exact is None else self.groups[:-1]
         if settings.layer_weights != "auto":
             self._check_weights(settings.layer_weights)
 
     def _groups(self) -> list[range]:
-        """Blocks of nearly equal numbers of layers; an exact last layer stays alone."""
-        count, exact = len(self.forward.sites), int(self.settings.last_layer == "exact")
-        hidden = count - exact
-        blocks = hidden if self.settings.blocks is None else self.settings.blocks
-        if blocks > hidden:
-            raise ValueError(f"blocks is {blocks}, but there are only {hidden} layers to share among them.")
-        borders = [round(b * hidden / blocks) for b in range(blocks + 1)] if blocks else [0]
-        groups = [*(range(*pair) for pair in pairwise(borders)), *[range(hidden, count)] * exact]
-        for group in groups:
-            if len(group) > 1:
-                self._check_order(group)
-        return groups
+        exact = self.settings.last_layer == "exact"
+        hidden = len(self.sites) - exact
+        count = hidden if self.settings.groups is None else self.settings.groups
+        if count > hidden:
+            raise InvalidArgument(f"groups is {count}, but there are only {hidden} layers to share among them.")
+        borders = [round(g * hidden / count) for g in range(count + 1)] if count else [0]
+        groups = [range(*pair) for pair in pairwise(borders)]
+        return [*groups, range(hidden, len(self.sites))] if exact else groups
 
-    # --- privacy ------------------------------------------------------------------------------------------------------
-    def event_at(self, noise_multiplier: float) -> HiddenDirectionRelease:
-        ratios = [noise_multiplier / weight for weight in self.weights_at(noise_multiplier)]
-        repeats, frames = self.settings.repeats, self.settings.frames
-        sites = tuple(HiddenSite(dim, ratios[g], repeats, frames) for g, dim in enumerate(self.dims) if g != self.exact)
-        return HiddenDirectionRelease(sites, () if self.exact is None else (ratios[self.exact],))
+    def release(self, noise_multiplier: float) -> HiddenDirectionRelease:
+        ratios = [noise_multiplier / weight for weight in self.weights(noise_multiplier)]
+        repeats = self.settings.repeats
+        hidden = tuple(HiddenSite(self.dims[g], ratios[g], repeats) for g in range(len(self.hidden_groups)))
+        return HiddenDirectionRelease(hidden, () if self.exact is None else (ratios[self.exact],))
 
-    def use(self, noise_multiplier: float) -> None:
-        super().use(noise_multiplier)
-        self.weights = self.weights_at(noise_multiplier)
-        bounds = [[ROUNDING * weight] for group, weight in zip(self.groups, self.weights, strict=True) for _ in group]
-        self._bounds = torch.tensor(bounds[: len(self.hidden)], device=self.device, dtype=self.dtype)
-
-    @property
-    def noise_std(self) -> float:
-        return self.noise_multiplier
-
-    def weights_at(self, noise_multiplier: float) -> tuple[float, ...]:
-        """The bound C of each group. Public: it depends on shapes and settings only."""
+    def weights(self, noise_multiplier: float) -> tuple[float, ...]:
+        """The bound C of each group."""
         if self.settings.layer_weights != "auto":
             return tuple(float(weight) for weight in self.settings.layer_weights)
-        guesses = [math.sqrt(sum(self.forward.sites[i].fan_in for i in group) / len(group)) for group in self.groups]
+        guesses = [math.sqrt(sum(self.sites[i].fan_in for i in group) / len(group)) for group in self.groups]
         costs = [
             LayerCost.exact(gradient) if g == self.exact else LayerCost.hidden(dim, self.settings.repeats, gradient)
             for g, (dim, gradient) in enumerate(zip(self.dims, guesses, strict=True))
         ]
         return balanced(costs, noise_multiplier or 1.0)
 
+    def label(self, group: range) -> str:
+        return " + ".join(self.sites[i].label for i in group)
+
+    def _check_exact(self) -> None:
+        site = self.sites[-1]
+        if not isinstance(site, OutputSite) or site.full_dim > _MOST_EXACT:
+            raise ModelRefused(
+                f"last_layer='exact' needs a last layer with an output space of at most {_MOST_EXACT} numbers; {site.label} "
+                f"has {site.full_dim} in {site.space} space. Use last_layer='hidden'."
+            )
+
+    def _check_weights(self, weights: tuple[float, ...]) -> None:
+        if len(weights) != len(self.groups) or not all(math.isfinite(w) and w > 0 for w in weights):
+            names = ", ".join(self.label(group) for group in self.groups)
+            raise InvalidArgument(
+                f"layer_weights must be {len(self.groups)} positive numbers, one each for {names}; got {weights}."
+            )
+
+
+class FittedHiddenDirection(SitewiseMechanism):
+    def __init__(self, settings: HiddenDirection, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
+        super().__init__(
+            forward, plan, noise_std=plan.noise_multiplier, subspace=settings.kept_dims, memory_limit=memory_limit, seed=seed
+        )
+        self.settings, self.layout = settings, Layout(settings, self.sites)
+        self.weights = self.layout.weights(plan.noise_multiplier)
+        self.hidden = range(self.layout.hidden_groups[-1].stop if self.layout.hidden_groups else 0)  # sites that hide directions
+        signs = 2 if settings.antithetic else 1
+        self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
+        self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
+        self._bounds = self._site_bounds()
+        self._overlaps = self._site_overlaps()
+        for group in self.layout.hidden_groups:
+            if len(group) > 1:
+                self._check_order(group)
+
+    def _site_bounds(self) -> Tensor:
+        """(hidden sites, 1)."""
+        groups = zip(self.layout.hidden_groups, self.weights, strict=False)  # the last weight may be that of an exact layer
+        bounds = [[WITH_MARGIN * weight] for group, weight in groups for _ in group]
+        return torch.tensor(bounds, device=self.device, dtype=self.dtype)
+
+    def _site_overlaps(self) -> Tensor:
+        """How far a kept sign points along the gradient on average, for each number of the release; 1 where it is exact."""
+        overlaps = torch.ones(self.size, device=self.device, dtype=self.dtype)
+        parts = self.parts(overlaps)
+        for group, dim in zip(self.layout.hidden_groups, self.layout.dims, strict=False):
+            for i in group:
+                parts[i].fill_(mean_overlap(dim))
+        return overlaps
+
     # --- one step -----------------------------------------------------------------------------------------------------
-    def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
+    def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
         if self.hidden:
-            self._add_hidden(clean, directions, parts)
-        if self.exact is not None:
-            site, call, signal = self.forward.sites[-1], clean.calls[-1], self.differences(clean, self.groups[-1][0])
-            scale = (ROUNDING * self.weights[-1] / site.norms(call, signal)).clamp(max=1)
-            self.coordinates[-1].add(call, signal, scale, parts[-1])
+            self._add_hidden(clean, public, directions, parts)
+        if self.layout.exact is not None:
+            site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
+            scale = (WITH_MARGIN * self.weights[-1] / site.norms(call, signal)).clamp(max=1)
+            site.add(call, signal, scale, parts[-1])
 
-    def _add_hidden(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
-        gains = torch.stack([self.forward.sites[i].gains(clean.calls[i]) for i in self.hidden])
+    def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
+        gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
         scales = (self._bounds / gains).nan_to_num_(0, 0, 0)
-        finite = self._gains_tell and math.isfinite(gains.sum().item())
-        for group, estimate in zip(self.groups, self.estimates(clean, directions), strict=False):
+        finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
+        estimates = self.estimates(clean, public, directions)
+        for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
-                self.coordinates[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite)
+                self.sites[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite)
 
-    def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
-        """Undo the mean overlap and lift the release: C_l times the mean of gradients normalised in the subspace, plus noise.
+    def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
+        """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
 
         This only sets the scale of the learning rate; it costs nothing and leaks nothing.
         """
-        super().gradients(release / self._overlaps, into)
-
-    def _shares(self, group: range, signal: Tensor) -> tuple[Tensor, ...]:
-        """What each site of a group has of a vector."""
-        if len(group) == 1:
-            return (signal,)
-        return torch.split(signal, [self.coordinates[i].dim for i in group], dim=-1)
+        super().lift(mean / self._overlaps, public, into)
 
     def draws(self, records: int) -> list[int]:
-        if self.settings.frames > 1:
-            return []
-        passes = self._passes(records)
-        return [part * records * sum(self.dims[g] for g in groups) for groups, repeats in passes for part in repeats]
+        dims = self.layout.dims
+        return [part * records * sum(dims[g] for g in groups) for groups, repeats in self._passes(records) for part in repeats]
 
-    def estimates(self, clean: Clean, directions: Directions) -> Iterator[Tensor]:
+    def estimates(self, clean: Clean, public: Bases, directions: Directions) -> Iterator[Tensor]:
         """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1."""
-        for groups, repeats in self._passes(clean.records):
+        for groups, parts in self._passes(clean.records):
             sums: list[Tensor] = []
-            for blocks in repeats:
-                z = self.draw(directions, blocks, clean.records, [self.dims[g] for g in groups])
-                b = self.bit(self.difference(clean, groups, z)).div_(self.settings.repeats)
+            for repeats in parts:
+                z = directions.spheres([(repeats, clean.records, self.layout.dims[g]) for g in groups])
+                b = self.bit(self.difference(clean, groups, z, public)).div_(self.settings.repeats)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
 
     def _passes(self, records: int) -> Iterator[tuple[range, list[int]]]:
-        """Hidden groups that share their passes, as many as there is room for, and how many blocks of repeats each pass has.
+        """Hidden groups that share their passes, as many as there is room for, and how many repeats each pass has.
 
         Each set of groups has a program of its own: the number of records is rounded up, so that batches of about a size share it.
         """
-        start, end = 0, len(self.groups) - (self.exact is not None)
+        start, end = 0, len(self.layout.hidden_groups)
         coarse = 2 ** max(0, records.bit_length() - 3)
         records = -(-records // coarse) * coarse
         while start < end:
             stop = start + 1
-            while stop < end and self.replays(sum(self._bytes[start : stop + 1]), records):
+            while stop < end and self.chunks.replays(sum(self._group_bytes[start : stop + 1]), records):
                 stop += 1
-            blocks = self.settings.repeats // self.settings.frames
-            yield range(start, stop), list(self.repeat_chunks(sum(self._bytes[start:stop]), records, blocks))
+            room = sum(self._group_bytes[start:stop])
+            yield range(start, stop), list(self.chunks.repeats(room, records, self.settings.repeats))
             start = stop
 
-    def difference(self, clean: Clean, groups: range, z: list[Tensor]) -> Tensor:
-        """(groups, repeats, records): how much higher the loss is under a perturbation than under its opposite, or than without."""
-        losses = self.forward.all_losses(clean, [self.move(clean, g, draws) for g, draws in zip(groups, z, strict=True)])
+    def difference(self, clean: Clean, groups: range, z: list[Tensor], public: Bases) -> Tensor:
+        """(groups, repeats, records): how much higher the loss is under a perturbation than without it, or than under its opposite."""
+        moves = [self.move(clean, self.layout.groups[g], draws, public) for g, draws in zip(groups, z, strict=True)]
+        losses = self.forward.all_losses(clean, moves)
         if not self.settings.antithetic:
             return losses - clean.losses
         repeats = losses.shape[1] // 2
         return losses[:, :repeats] - losses[:, repeats:]
 
-    def move(self, clean: Clean, g: int, z: Tensor) -> Move:
+    def move(self, clean: Clean, group: range, z: Tensor, public: Bases) -> Move:
         """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
-        group, length = self.groups[g], self.settings.radius * math.sqrt(self.dims[g])
+        length = self.settings.radius * math.sqrt(z.shape[2])
         deltas = [
-            self.coordinates[i].perturbation(share, length * self.forward.sites[i].scale)
+            self.sites[i].perturbation(share, length * self.sites[i].scale, public[i])
             for i, share in zip(group, self._shares(group, z), strict=True)
         ]
-        site, call, rest = self.forward.sites[group[0]], clean.calls[group[0]], deltas[1:]
-        if not self.settings.antithetic:
-            return Move(group[0], site.perturbed(call, deltas[0]), list(zip(group[1:], rest, strict=True)))
-        rest = [torch.cat([delta, -delta]) for delta in rest]
-        return Move(group[0], site.perturbed_pair(call, deltas[0]), list(zip(group[1:], rest, strict=True)))
+        first, call = self.sites[group[0]], clean.calls[group[0]]
+        if self.settings.antithetic:
+            moved, rest = first.moved_both_ways(call, deltas[0]), [torch.cat([delta, -delta]) for delta in deltas[1:]]
+        else:
+            moved, rest = first.moved(call, deltas[0]), deltas[1:]
+        return Move(group[0], moved, [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], rest, strict=True)])
 
-    def draw(self, directions: Directions, blocks: int, records: int, dims: list[int]) -> list[Tensor]:
-        """For each dimension (blocks * frames, records, dim) unit vectors, orthonormal within a block."""
-        frames = self.settings.frames
-        if frames == 1:
-            return directions.spheres([(blocks, records, dim) for dim in dims])
-        return [directions.frames(blocks, records, frames, dim).movedim(2, 1).flatten(0, 1) for dim in dims]
+    def _shares(self, group: range, signal: Tensor) -> tuple[Tensor, ...]:
+        """What each site of a group has of a vector."""
+        if len(group) == 1:
+            return (signal,)
+        return torch.split(signal, [self.sites[i].dim for i in group], dim=-1)
 
     def bit(self, difference: Tensor) -> Tensor:
-        """b in [-1, 1]; 0 where a loss was not finite. In orthonormal frames b is -1 or 1, as Theorem 2 needs."""
-        if self.settings.frames > 1:
-            return torch.where(difference < 0, -1.0, 1.0).to(difference.dtype)
+        """b in [-1, 1]; 0 where a loss was not finite."""
         kappa = self.settings.kappa
         finite = difference.nan_to_num(0, 0, 0)
         return finite.sign_() if kappa is None else finite.div_(kappa).clamp_(-1, 1)
 
     # --- the exact last layer -----------------------------------------------------------------------------------------
-    def differences(self, clean: Clean, index: int) -> Tensor:
+    def slopes(self, clean: Clean, index: int, basis: Tensor | None) -> Tensor:
         """(records, dim): slopes of the loss along the coordinates of the last layer's output, by central differences."""
-        site, call, coordinates = self.forward.sites[index], clean.calls[index], self.coordinates[index]
-        axes = torch.eye(coordinates.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
+        site, call = self.sites[index], clean.calls[index]
+        axes = torch.eye(site.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
         slopes, start = [], 0
-        for count in self.repeat_chunks(2 * self.row_bytes(site), clean.records, coordinates.dim):
-            step = coordinates.perturbation(axes[start : start + count].expand(-1, clean.records, -1), _EXACT_STEP)
-            losses = self.forward.losses(clean, index, site.perturbed_pair(call, step))
+        for count in self.chunks.repeats(2 * self.chunks.row_bytes[index], clean.records, site.dim):
+            step = site.perturbation(axes[start : start + count].expand(-1, clean.records, -1), _EXACT_STEP, basis)
+            losses = self.forward.losses(clean, index, site.moved_both_ways(call, step))
             slopes.append((losses[:count] - losses[count:]) / (2 * _EXACT_STEP))
             start += count
         slope = torch.cat(slopes).t()
         return torch.where(torch.isfinite(slope), slope, 0)
 
-    def _check_exact(self) -> None:
-        site = self.forward.sites[-1]
-        if site.space != "output" or site.dim > _MOST_EXACT:
-            raise ValueError(
-                f"last_layer='exact' needs a last layer with an output space of at most {_MOST_EXACT} numbers; {site.layer.label} "
-                f"has {site.dim} in {site.space} space. Use last_layer='hidden'."
-            )
-
-    def _check_weights(self, weights: tuple[float, ...]) -> None:
-        if len(weights) != len(self.groups) or not all(math.isfinite(w) and w > 0 for w in weights):
-            names = ", ".join(self._label(group) for group in self.groups)
-            raise ValueError(f"layer_weights must be {len(self.groups)} positive numbers, one each for {names}; got {weights}.")
-
-    def _label(self, group: range) -> str:
-        return " + ".join(self.forward.sites[i].layer.label for i in group)
-
     def _check_order(self, group: range) -> None:
-        """All layers of a block must lie behind its first one, or they would not be moved. Tried on made-up records."""
-        if self.forward.probe is None:
-            return
-        clean = self.forward.clean(*self.forward.probe)
-        zeros = [torch.zeros(1, clean.records, self.forward.sites[i].dim, device=self.device, dtype=self.dtype) for i in group]
-        perturbed = self.forward.sites[group[0]].perturbed(clean.calls[group[0]], zeros[0])
-        try:
-            self.forward._losses(clean, [Move(group[0], perturbed, list(zip(group[1:], zeros[1:], strict=True)))])
-        except RuntimeError as error:
-            raise ValueError(f"{self._label(group)} can't be one block: {error} Use other blocks, or blocks=None.") from error
+        """All layers of a group must lie behind its first one, or they would not be moved. Tried on synthetic records."""
+        passes = self.forward.passes
+        with torch.inference_mode():
+            clean = passes.clean(*self.forward.probe)
+            zeros = [torch.zeros(1, clean.records, self.sites[i].full_dim, device=self.device, dtype=self.dtype) for i in group]
+            moved = self.sites[group[0]].moved(clean.calls[group[0]], zeros[0])
+            rest = [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], zeros[1:], strict=True)]
+            try:
+                passes.losses(clean, [Move(group[0], moved, rest)])
+            except RuntimeError as error:
+                label = self.layout.label(group)
+                raise ModelRefused(f"{label} can't be one group: {error} Use other groups, or groups=None.") from error

@@ -11,10 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-def mean_overlap(dim: int) -> float:
-    """rho = E|z_1| for z uniform on the unit sphere: how far a kept sign points along the gradient on average."""
-    return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
+from dpulr.accounting.small_signal import mean_overlap
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`zeroth-order`: differences of losses along public directions, clipped and noised (docs/theory.md, section 3).
 
 Each step draws `repeats` directions in the space of all parameters, from public randomness, the same for the whole batch. A record
-gives one slope a direction. That short vector is all that is private: it is clipped, summed and noised, and the update is put
+gives one slope per direction. That short vector is all that is private: it is clipped, summed and noised, and the update is put
 together from the directions afterwards. Epsilon is that of the Gaussian mechanism, whatever the number of directions. DPZero, DP-ZO
 and DP-ZOSO are of this kind.
 """
@@ -9,7 +9,7 @@ and DP-ZOSO are of this kind.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -17,21 +17,27 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from dpulr import validate
 from dpulr.accounting.events import GaussianRelease
-from dpulr.mechanisms.base import ROUNDING, Bound, Mechanism
-from dpulr.model.batches import call_on_copy, count, rows
-from dpulr.model.replay import Clean, Forward, LoneForward
-from dpulr.model.sites import Space
+from dpulr.mechanisms.base import WITH_MARGIN, Batch, FittedMechanism, Gradients, Mechanism, WorstCase
+from dpulr.mechanisms.chunks import Chunks
+from dpulr.model.batches import call_on_copy, count, row
+from dpulr.model.forward import Forward
+from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.sites import Site
+from dpulr.plan import Plan
 from dpulr.randomness import Directions
+
+Seeds = list[int]
 
 
 @dataclass(frozen=True)
 class ZerothOrder(Mechanism):
     """Settings.
 
-    repeats        public directions a step
+    repeats        public directions per step
     radius         how far each parameter is moved, as a standard deviation; both ways
-    max_grad_norm  the bound on a record's vector of slopes, one a direction
+    max_grad_norm  the bound on a record's vector of slopes, one per direction
     directions     "normal", or "sphere" of radius sqrt(number of parameters)
 
     The update keeps the length of a gradient: it is the sum of slope times direction over sqrt(repeats * parameters), where the
@@ -43,60 +49,70 @@ class ZerothOrder(Mechanism):
     max_grad_norm: float = 1.0
     directions: Literal["normal", "sphere"] = "normal"
     name: ClassVar[str] = "zeroth-order"
-    space: ClassVar[Space] = "auto"  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats!r}; it must be a whole number of at least 1.")
-        for field in ("radius", "max_grad_norm"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field} is {value!r}; it must be a positive number.")
-        if self.directions not in ("normal", "sphere"):
-            raise ValueError(f"directions is {self.directions!r}; it must be 'normal' or 'sphere'.")
+        validate.whole_number("repeats", self.repeats)
+        validate.positive("radius", self.radius)
+        validate.positive("max_grad_norm", self.max_grad_norm)
+        validate.one_of("directions", self.directions, ("normal", "sphere"))
 
-    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundZerothOrder:
-        return BoundZerothOrder(self, forward, memory_limit=memory_limit, seed=seed)
+    def release(self, sites: Sequence[Site], noise_multiplier: float) -> GaussianRelease:
+        return GaussianRelease(noise_multiplier, mechanism=self.name)
+
+    def passes(self, sites: Sequence[Site]) -> int:
+        return 2 * self.repeats
+
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedZerothOrder:
+        return FittedZerothOrder(self, forward, plan, memory_limit=memory_limit, seed=seed)
+
+    @classmethod
+    def worst_case(cls) -> WorstCase:
+        """One direction and one dimension; directions are public, so the attacker computes what the canary adds."""
+        return WorstCase(cls(repeats=1), dim=1, many_per_step=False, trials=10_000, signal_is_public=True)
 
 
-class BoundZerothOrder(Bound):
-    """The release has one number a direction, not one a parameter."""
+class FittedZerothOrder(FittedMechanism[Seeds]):
+    """The release has one number per direction, not one per parameter."""
 
-    def __init__(self, settings: ZerothOrder, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
-        super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=None)
-        self.settings = settings
-        self.size = settings.repeats
+    def __init__(self, settings: ZerothOrder, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
+        self.settings, self.forward = settings, forward
+        self.size, self.divisor = settings.repeats, plan.expected_batch_size
+        self.noise_std = plan.noise_multiplier * settings.max_grad_norm
         self.parameters = {
             f"{site.name}.{name}" if site.name else name: parameter
             for site in forward.sites
             for name, parameter in site.parameters.items()
         }
         self.dim = sum(parameter.numel() for parameter in self.parameters.values())
-        self._seeds: list[int] = []
+        self.chunks = Chunks(forward, forward.sites, self.dim, memory_limit)
+        self._public = torch.Generator().manual_seed(seed)
 
-    def event_at(self, noise_multiplier: float) -> GaussianRelease:
-        return GaussianRelease(noise_multiplier)
+    def draw_public(self, step: int) -> Seeds:
+        """A seed per direction."""
+        seeds: Seeds = torch.randint(2**63 - 1, (self.size,), generator=self._public).tolist()
+        return seeds
 
-    @property
-    def noise_std(self) -> float:
-        return self.noise_multiplier * self.settings.max_grad_norm
-
-    def total(self, inputs: Any, targets: Any, directions: Directions) -> Tensor:
-        """(repeats,): the sum of the records' clipped slopes. The secret generator of directions is not used."""
-        self._seeds = torch.randint(2**63 - 1, (self.size,), generator=self._public).tolist()
-        total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
-        for chunk in self.record_chunks(inputs, targets):
-            slopes = torch.stack([self.slopes(*chunk, self.direction(seed)) for seed in self._seeds], dim=1)
+    def sum_of_bounded_signals(self, batch: Batch, public: Seeds, directions: Directions) -> Tensor:
+        """(repeats,): the sum of the records' clipped slopes. Nothing is drawn in secret."""
+        total = torch.zeros(self.size, device=self.forward.device, dtype=torch.float64)
+        for chunk in self.chunks.records(batch):
+            slopes = torch.stack([self.slopes(*chunk, self.direction(seed)) for seed in public], dim=1)
             total += self.clipped(slopes).sum(0)
         return total
 
-    def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
-        raise TypeError("zeroth-order has no parts a layer")
+    def gradients(self, values: Tensor, public: Seeds, into: Gradients) -> None:
+        views = [views[name] for site, views in zip(self.forward.sites, into, strict=True) for name in site.parameters]
+        for view in views:
+            view.zero_()
+        scale = 1 / math.sqrt(self.size * self.dim)
+        for seed, slope in zip(public, values.div(self.divisor).tolist(), strict=True):
+            for view, z in zip(views, self.direction(seed).values(), strict=True):
+                view.add_(z, alpha=slope * scale)
 
     def direction(self, seed: int) -> dict[str, Tensor]:
         """A public direction for every parameter, made again from its seed rather than kept."""
         generator = torch.Generator().manual_seed(seed)
-        z = torch.randn(self.dim, generator=generator, dtype=self.dtype).to(self.device)
+        z = torch.randn(self.dim, generator=generator, dtype=self.forward.dtype).to(self.forward.device)
         if self.settings.directions == "sphere":
             z *= math.sqrt(self.dim) / torch.linalg.vector_norm(z.double()).item()
         parts = torch.split(z, [parameter.numel() for parameter in self.parameters.values()])
@@ -112,17 +128,20 @@ class BoundZerothOrder(Bound):
         return (plus - minus) / (2 * radius)
 
     def losses(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-        """One loss a record with these weights. A record whose pass raises gets NaN: an error must not show which one it was."""
-        if not isinstance(self.forward, LoneForward):
-            try:
-                return self._pass(weights, inputs, targets)
-            except Exception:  # whatever a black box may raise
-                self.forward.check_alive([0])
-        losses = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
-        for i in range(len(losses)):
-            with suppress(Exception):
-                losses[i] = self._pass(weights, *rows((inputs, targets), i, i + 1))[0]
-        return losses
+        """One loss per record with these weights; NaN for a record whose pass raises."""
+
+        def apart() -> Tensor:
+            losses = torch.full((count(targets),), math.nan, dtype=self.forward.dtype, device=self.forward.device)
+
+            def one(i: int) -> None:
+                losses[i] = self._pass(weights, *row((inputs, targets), i))[0]
+
+            each_alone(range(len(losses)), one)
+            return losses
+
+        if self.forward.recordwise:
+            return apart()
+        return together_or_apart(lambda: self._pass(weights, inputs, targets), apart, alive=lambda: self.forward.check_alive([0]))
 
     def _pass(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
         def model(*args: Any, **kwargs: Any) -> Any:
@@ -134,14 +153,5 @@ class BoundZerothOrder(Bound):
         """(records, repeats) slopes, each record scaled to the bound. What is not finite becomes zero."""
         slopes = torch.where(torch.isfinite(slopes), slopes, 0).double()
         norms = torch.linalg.vector_norm(slopes, dim=1, keepdim=True)
-        scale: Tensor = (ROUNDING * self.settings.max_grad_norm / norms).clamp(max=1)
+        scale: Tensor = (WITH_MARGIN * self.settings.max_grad_norm / norms).clamp(max=1)
         return slopes * scale
-
-    def gradients(self, release: Tensor, into: list[dict[str, Tensor]]) -> None:
-        views = [view for site, views in zip(self.forward.sites, into, strict=True) for view in (views[n] for n in site.parameters)]
-        for view in views:
-            view.zero_()
-        scale = 1 / math.sqrt(self.size * self.dim)
-        for seed, slope in zip(self._seeds, release.tolist(), strict=True):
-            for view, z in zip(views, self.direction(seed).values(), strict=True):
-                view.add_(z, alpha=slope * scale)

@@ -1,4 +1,4 @@
-"""Made-up inputs of the data's shape. Set-up checks run on these, so that no refusal depends on a private value."""
+"""Nested batches: tensors in tuples, lists and dicts, with the records along the first axis of each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,56 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-def like(example: Any, records: int, generator: torch.Generator, device: torch.device) -> Any:
-    """A batch of `records` rows shaped like the one-row batch `example`.
+def rows(batch: Any, start: int, stop: int) -> Any:
+    """Rows start..stop of every tensor."""
+    return pytree.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, batch)
 
-    Floats are uniform on [0, 1); whole numbers are 0 or 1, which every vocabulary and every set of labels has.
+
+def row(batch: Any, index: int) -> Any:
+    """A batch of one record."""
+    return rows(batch, index, index + 1)
+
+
+def choose(batch: Any, index: Tensor) -> Any:
+    """These rows of every tensor."""
+    return pytree.tree_map(lambda leaf: leaf[index.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Batches, one after the other."""
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+
+
+def count(batch: Any) -> int:
+    """How many records a batch has."""
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def tile(batch: Any, repeats: int) -> Any:
+    """Every tensor repeated: row i of repeat r is row r * records + i."""
+    if repeats == 1:
+        return batch
+    return pytree.tree_map(lambda leaf: leaf.repeat(repeats, *[1] * (leaf.dim() - 1)) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def copied(batch: Any) -> Any:
+    """The same values in new tensors."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def described(batch: Any) -> str:
+    """Shapes and types only, never values."""
+    leaves = pytree.tree_leaves(batch)
+    return " and ".join(
+        f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
+    )
+
+
+def synthetic(example: Any, records: int, generator: torch.Generator, device: torch.device) -> Any:
+    """A batch of `records` rows shaped like the one-row batch `example`, with none of its values.
+
+    Checks of a model run on these, so that no refusal depends on a private value. Floats are uniform on [0, 1); whole numbers are
+    0 or 1, which every vocabulary and every set of labels has.
     """
 
     def make(leaf: Any) -> Any:
@@ -27,38 +73,6 @@ def like(example: Any, records: int, generator: torch.Generator, device: torch.d
     return pytree.tree_map(make, example)
 
 
-def rows(batch: Any, start: int, stop: int) -> Any:
-    """Rows start..stop of every tensor in a nested batch."""
-    return pytree.tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def choose(batch: Any, index: Tensor) -> Any:
-    """These rows of every tensor in a nested batch."""
-    return pytree.tree_map(lambda leaf: leaf[index.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def join(parts: Sequence[Any]) -> Any:
-    """Nested batches, one after the other."""
-    return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
-
-
-def count(batch: Any) -> int:
-    """How many records a nested batch has."""
-    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-
-
-def tile(batch: Any, repeats: int) -> Any:
-    """Every tensor of a nested batch repeated: row i of repeat r is row r * records + i."""
-    if repeats == 1:
-        return batch
-    return pytree.tree_map(lambda leaf: leaf.repeat(repeats, *[1] * (leaf.dim() - 1)) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def call_on_copy(model: Any, inputs: Any) -> Any:
-    """`call_model` for a model that may overwrite its inputs."""
-    return call_model(model, pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs))
-
-
 def call_model(model: Any, inputs: Any) -> Any:
     """A tuple or list of inputs becomes positional arguments, a mapping keyword arguments, anything else the only argument."""
     if isinstance(inputs, dict):
@@ -66,3 +80,8 @@ def call_model(model: Any, inputs: Any) -> Any:
     if isinstance(inputs, tuple | list):
         return model(*inputs)
     return model(inputs)
+
+
+def call_on_copy(model: Any, inputs: Any) -> Any:
+    """`call_model` for a model that may overwrite its inputs."""
+    return call_model(model, copied(inputs))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from dpulr.model.sites import Layer, is_layer
+from dpulr.model.trained_layers import Layer, is_layer, refuse_calls
 
 _IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
 
@@ -95,9 +95,14 @@ def _later(place: dict[fx.Node, int], here: int, user: fx.Node) -> bool:
 class Suffix:
     """What lies downstream of some sites, as one program for all of them.
 
-    The rows of all sites travel together: at a site's node its block of rows joins those of the sites before it. Arguments of the
-    program: how many copies of the batch a block has, a block a site, the `operands` (clean values, as `Operand`). The rows of
-    its output are sorted by block; `places` says where the block of each site is.
+    The rows of all sites travel together. At a site's node its block of rows joins those of the sites before it:
+
+        site 1:  rows moved at 1 ───────────┬── rows moved at 1 ──┬── ... ── losses
+        site 2:                    join ────┴── rows moved at 2 ──┤
+        a skip connection brings clean values:  clean, clean ─────┘
+
+    Arguments of the program: how many copies of the batch a block has, one block per site, the `operands` (clean values, as
+    `Operand`). The rows of its output are sorted by block; `places` says where the block of each site is.
     """
 
     program: fx.GraphModule
@@ -124,45 +129,69 @@ def clean_program(model: nn.Module, graph: fx.Graph, keep: list[fx.Node], sites:
 
 def suffix(model: nn.Module, graph: fx.Graph, sites: Sequence[fx.Node]) -> Suffix:
     """The program from the outputs of `sites` to the output of the model."""
-    places = [0] * len(sites)
-    new = fx.Graph()
-    copies = new.placeholder("copies")
-    blocks = [new.placeholder(f"block_{i}") for i in range(len(sites))]
-    values: dict[fx.Node, fx.Node] = {}
-    carries: dict[fx.Node, int] = {}  # how many blocks the value of a downstream node has; all others have none
-    operands: dict[fx.Node, fx.Node] = {}
-    joined = 0
+    building = _SuffixBuilder(sites)
+    for node in graph.nodes:
+        building.add(node)
+    return Suffix(fx.GraphModule(model, _placeholders_first(building.graph)), building.places, tuple(building.operands))
 
-    def with_blocks(node: fx.Node, count: int) -> fx.Node:
+
+class _SuffixBuilder:
+    """Copies the nodes downstream of the sites, one after the other, into a new graph.
+
+    blocks      the arguments that carry the sites' rows
+    values      the copies of nodes so far
+    carries     how many blocks the value of a downstream node has; all others have none
+    operands    clean values that are needed, as arguments
+    joined      how many sites' blocks travel along by now
+    """
+
+    def __init__(self, sites: Sequence[fx.Node]) -> None:
+        self.sites, self.graph, self.places = list(sites), fx.Graph(), [0] * len(sites)
+        self.copies = self.graph.placeholder("copies")
+        self.blocks = [self.graph.placeholder(f"block_{i}") for i in range(len(sites))]
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.carries: dict[fx.Node, int] = {}
+        self.operands: dict[fx.Node, fx.Node] = {}
+        self.joined = 0
+
+    def add(self, node: fx.Node) -> None:
+        parents = node.all_input_nodes
+        count = max((self.carries.get(parent, 0) for parent in parents), default=0)
+        if node.op == "output":
+            count = len(self.sites)
+        if count > 0:
+            table = {parent: self.with_blocks(parent, count) for parent in parents}
+            if node.op == "output":
+                self.graph.output(new_arg(node.args[0], table))
+            else:
+                self.values[node], self.carries[node] = self.graph.node_copy(node, table.__getitem__), count
+        if node in self.sites:
+            self.join(node)
+
+    def join(self, node: fx.Node) -> None:
+        """At a site's node its block of rows joins those of the sites before it."""
+        site = self.sites.index(node)
+        self.places[site] = self.joined
+        if self.joined:
+            parts = [self.with_blocks(node, self.joined), self.blocks[site]]
+            self.values[node] = self.graph.call_function(torch.cat, (parts,))
+        else:
+            self.values[node] = self.blocks[site]
+        self.joined += 1
+        self.carries[node] = self.joined
+
+    def with_blocks(self, node: fx.Node, count: int) -> fx.Node:
         """The value of a node in so many blocks: the clean one in those that it does not have."""
         if node.op == "get_attr":
-            if node not in values:
-                values[node] = new.node_copy(node)
-            return values[node]
-        has = carries.get(node, 0)
+            if node not in self.values:
+                self.values[node] = self.graph.node_copy(node)
+            return self.values[node]
+        has = self.carries.get(node, 0)
         if has == count:
-            return values[node]
-        if node not in operands:
-            operands[node] = new.placeholder(f"clean_{node.name}")
-        return new.call_method("extended", (operands[node], values.get(node), has, count, copies))
-
-    for node in graph.nodes:
-        parents = node.all_input_nodes
-        count = len(sites) if node.op == "output" else max((carries.get(parent, 0) for parent in parents), default=0)
-        if count > 0:
-            table = {parent: with_blocks(parent, count) for parent in parents}
-            if node.op == "output":
-                new.output(new_arg(node.args[0], table))
-            else:
-                values[node], carries[node] = new.node_copy(node, table.__getitem__), count
-        if node in sites:
-            site = sites.index(node)
-            places[site] = joined
-            before = [with_blocks(node, joined)] if joined else []
-            values[node] = new.call_function(torch.cat, ([*before, blocks[site]],)) if before else blocks[site]
-            joined += 1
-            carries[node] = joined
-    return Suffix(fx.GraphModule(model, _placeholders_first(new)), places, tuple(operands))
+            return self.values[node]
+        if node not in self.operands:
+            self.operands[node] = self.graph.placeholder(f"clean_{node.name}")
+        return self.graph.call_method("extended", (self.operands[node], self.values.get(node), has, count, self.copies))
 
 
 def _placeholders_first(graph: fx.Graph) -> fx.Graph:
@@ -240,16 +269,3 @@ def layer_nodes(graph: fx.Graph, layers: list[Layer]) -> list[fx.Node]:
     for layer in layers:
         refuse_calls(layer, len(by_name[layer.name]))
     return [by_name[layer.name][0] for layer in layers]
-
-
-def refuse_calls(layer: Layer, calls: int) -> None:
-    if calls > 1:
-        raise ValueError(
-            f"{layer.label} is called {calls} times in one forward pass. A record would be bounded once and felt {calls} times. "
-            "Use one module per call, or freeze it (requires_grad_(False))."
-        )
-    if calls == 0:
-        raise ValueError(
-            f"{layer.label} has trained parameters, but the forward pass never calls it. "
-            "Freeze it (requires_grad_(False)) or remove it."
-        )

@@ -12,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpulr.model.batches import call_model, call_on_copy, choose, count, join, like, rows
+from dpulr.errors import ModelRefused
+from dpulr.model.batches import call_model, call_on_copy, choose, count, described, join, row, synthetic
+from dpulr.model.losses import LossFunction
 
-LossFunction = Callable[[Any, Any], Tensor]
-_SEED = 20_240_229  # public: only made-up inputs depend on it
+_SEED = 20_240_229  # public: only synthetic inputs depend on it
 _ALL = 5
 _KEPT = (1, 3)  # records that stay while the others change: some lie before them, between them and after them
 
@@ -23,56 +24,56 @@ _KEPT = (1, 3)  # records that stay while the others change: some lie before the
 def reads_values(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device) -> bool:
     """Whether the forward pass turns a tensor into a Python number, as `if x.sum() > 0` does, or into a shape.
 
-    What it then does may depend on all records of the batch, on inputs that no made-up batch shows. So it gets records one by one.
+    What it then does may depend on all records of the batch, on inputs that no synthetic batch shows. So it gets records one by one.
     """
-    inputs, targets = like(example, 2, torch.Generator().manual_seed(_SEED), device)
+    inputs, targets = synthetic(example, 2, torch.Generator().manual_seed(_SEED), device)
     with _buffers_restored(model), torch.inference_mode(), torch.random.fork_rng(), _ListReads() as lists, _ValueReads() as reads:
         try:
             output = call_model(model, inputs)
         except Exception as problem:
-            raise ValueError(f"the model does not run on inputs like the data's, {_described(inputs)}: {problem}") from problem
+            raise ModelRefused(f"the model does not run on inputs like the data's, {described(inputs)}: {problem}") from problem
         try:
             loss_fn(output, targets)
         except Exception as problem:
-            raise ValueError(
-                f"the loss function does not take the model's output, {_described(output)}, with targets like the data's, "
-                f"{_described(targets)}: {problem}"
+            raise ModelRefused(
+                f"the loss function does not take the model's output, {described(output)}, with targets like the data's, "
+                f"{described(targets)}: {problem}"
             ) from problem
         return bool(reads.found or lists.found)
 
 
 def check_rows(
-    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, *, alone: bool = False
+    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, *, recordwise: bool = False
 ) -> None:
-    """Refuse, by name, a loss that is not one value a record, batch statistics, state, and NaN at the start.
+    """Refuse, by name, a loss that is not one value per record, batch statistics, state, and NaN at the start.
 
-    `alone`: the model will see one record at a time, so only state and losses matter.
+    `recordwise`: the model will see one record at a time, so only state and losses matter.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    batch, others = like(example, _ALL, generator, device), like(example, _ALL, generator, device)
+    batch, others = synthetic(example, _ALL, generator, device), synthetic(example, _ALL, generator, device)
     with _buffers_restored(model) as buffers:
-        first = _Run(model, loss_fn, batch, alone=alone)
+        first = _Run(model, loss_fn, batch, recordwise=recordwise)
         if first.losses.shape != (_ALL,):
-            raise ValueError(
+            raise ModelRefused(
                 f"the loss function must return one value per record: for {_ALL} records it returned shape "
                 f"{tuple(first.losses.shape)}. Pass reduction='none', and average what a record has of its own."
             )
-        again = _Run(model, loss_fn, batch, alone=alone)
+        again = _Run(model, loss_fn, batch, recordwise=recordwise)
         _refuse_difference(model, first, again, "keeps state from one call to the next")
-        if not alone:
+        if not recordwise:
             _refuse_mixing(model, loss_fn, batch, others)
             for keep in (1.0, 0.0):
                 with other_weights(model.parameters(), keep=keep):
                     _refuse_mixing(model, loss_fn, batch, others)
         for name, buffer in model.named_buffers():
             if not torch.equal(buffer, buffers[name]):
-                raise ValueError(
+                raise ModelRefused(
                     f"buffer '{name}' of {_owner(model, name)} changes in the forward pass: running statistics of private data are "
                     "a release that nothing accounts for. Use GroupNorm or LayerNorm, or put the module in eval mode."
                 )
     if not bool(torch.isfinite(first.losses).all()):
-        raise ValueError(
-            f"the loss is {first.losses[~torch.isfinite(first.losses)][0].item()} before the first step, on made-up inputs between "
+        raise ModelRefused(
+            f"the loss is {first.losses[~torch.isfinite(first.losses)][0].item()} before the first step, on synthetic inputs between "
             "0 and 1. Check the initial weights and the loss function."
         )
 
@@ -158,7 +159,7 @@ class _Run:
         *,
         seed: int = 0,
         kept: tuple[int, ...] = _KEPT,
-        alone: bool = False,
+        recordwise: bool = False,
     ) -> None:
         self.calls: list[tuple[str, Any, Any]] = []
         self.kept = torch.tensor(kept)
@@ -167,7 +168,7 @@ class _Run:
             for name, module in model.named_modules()
             if not any(True for _ in module.children())
         ]
-        parts = [rows(batch, i, i + 1) for i in range(count(batch))] if alone else [batch]
+        parts = [row(batch, i) for i in range(count(batch))] if recordwise else [batch]
         try:
             with torch.inference_mode(), torch.random.fork_rng():
                 torch.manual_seed(seed)
@@ -177,9 +178,9 @@ class _Run:
             for handle in handles:
                 handle.remove()
         if not isinstance(losses[0], Tensor):
-            raise ValueError(f"the loss function must return a tensor with one value per record, not {type(losses[0]).__name__}.")
-        self.output, self.losses = join(outputs) if alone else outputs[0], losses[0]
-        if alone and losses[0].dim() > 0:
+            raise ModelRefused(f"the loss function must return a tensor with one value per record, not {type(losses[0]).__name__}.")
+        self.output, self.losses = join(outputs) if recordwise else outputs[0], losses[0]
+        if recordwise and losses[0].dim() > 0:
             self.losses = torch.cat(losses)
 
     def _note(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -198,14 +199,14 @@ def _refuse_difference(model: nn.Module, first: _Run, second: _Run, what: str) -
     if _same(choose(first.output, first.kept), choose(second.output, second.kept)):
         if _same(first.losses[first.kept], second.losses[second.kept]):
             return
-        raise ValueError(f"the loss function {what}.")
+        raise ModelRefused(f"the loss function {what}.")
     for (name, inputs, output), (_, other_inputs, other_output) in zip(first.calls, second.calls, strict=False):
         if not _same_rows(inputs, other_inputs, first, second):
-            raise ValueError(f"an operation before '{name}' {what}. {_ADVICE}")
+            raise ModelRefused(f"an operation before '{name}' {what}. {_ADVICE}")
         if not _same_rows(output, other_output, first, second):
             kind = type(model.get_submodule(name)).__name__
-            raise ValueError(f"'{name}' ({kind}) {what}. {_ADVICE}")
-    raise ValueError(f"an operation in the forward of {type(model).__name__} {what}. {_ADVICE}")
+            raise ModelRefused(f"'{name}' ({kind}) {what}. {_ADVICE}")
+    raise ModelRefused(f"an operation in the forward of {type(model).__name__} {what}. {_ADVICE}")
 
 
 _ADVICE = "Nothing bounds a record's influence then. Use GroupNorm or LayerNorm instead of batch statistics."
@@ -285,14 +286,6 @@ def _other(batch: Any, others: Any, factor: float) -> Any:
 
     (inputs, targets), (other_inputs, other_targets) = batch, others
     return pytree.tree_map(change(factor), inputs, other_inputs), pytree.tree_map(change(1), targets, other_targets)
-
-
-def _described(batch: Any) -> str:
-    """Shapes and types only, never values."""
-    leaves = pytree.tree_leaves(batch)
-    return " and ".join(
-        f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves
-    )
 
 
 def _owner(model: nn.Module, buffer: str) -> str:

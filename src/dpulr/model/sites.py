@@ -1,170 +1,191 @@
-"""Where noise goes in: one site per layer with trained parameters. What can't be handled is named here, up front."""
+"""Where noise goes in: one site per trained layer, in the space of its outputs or of its weights.
+
+A site knows its coordinates: all of its space, or a public random subspace of it, drawn anew in each step. Directions hide inside
+the subspace, the release and its noise have its (fewer) coordinates, and the gradient is lifted back (docs/theory.md, section 6).
+A signal is (records, dim), a perturbation (repeats, records, dim).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from dpulr.model.layers import LayerRule, has_rule, rule_for
-from dpulr.model.layers.base import Call, flat_norm, numel
+from dpulr import validate
+from dpulr.errors import ModelRefused
+from dpulr.model.layers import Call, LayerRule, rule_for
+from dpulr.model.layers.base import numel
+from dpulr.model.trained_layers import Layer
+from dpulr.norms import flat_norm
 
 Space = Literal["auto", "output", "weight"]
+_MOST_AHEAD, _NUMBERS_AHEAD = 64, 2**17
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A module that owns trained parameters, itself or in the modules below it."""
+def make_site(layer: Layer, output_shape: torch.Size, space: Space = "auto") -> Site:
+    """The site of a layer; "auto" takes the smaller of the two spaces."""
+    validate.one_of("space", space, get_args(Space))
+    rule = rule_for(layer.module, layer.parameters)
+    if space == "auto":
+        space = "output" if rule.has_output_space and numel(output_shape) <= rule.weight_dim else "weight"
+    if space == "weight":
+        return WeightSite(layer, rule, output_shape)
+    if not rule.has_output_space:
+        raise ModelRefused(
+            f"{layer.label} has no output space: its Jacobian is not known. Use space='weight' or 'auto', or register a rule."
+        )
+    return OutputSite(layer, rule, output_shape)
 
-    name: str
-    module: nn.Module
-    parameters: dict[str, nn.Parameter]
+
+class Site(ABC):
+    """A layer and the space its noise lives in.
+
+    dim     size of the space that directions are hidden in
+    size    how many numbers of the release belong to the site
+    scale   how far it is moved, relative to a layer's output
+    """
+
+    space: ClassVar[str]
+
+    def __init__(self, layer: Layer, rule: LayerRule, output_shape: torch.Size, subspace: int | None = None) -> None:
+        self.layer, self.rule, self.output_shape = layer, rule, output_shape
+        self.width, self.positions = self._axes()
+        self.kept = self.width if subspace is None or not self._reducible else min(subspace, self.width)
+        self.reduced = self.kept < self.width
+        self.dim = self.kept * self.positions
+        self.full_dim = self.width * self.positions
+        self.fan_in = max((numel(p.shape[1:]) for p in layer.parameters.values() if p.dim() > 1), default=1)
+
+    def within(self, subspace: int | None) -> Site:
+        """The same site with its directions in a public subspace of at most so many dimensions (per position)."""
+        return type(self)(self.layer, self.rule, self.output_shape, subspace)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, dim={self.dim})"
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
 
     @property
     def label(self) -> str:
-        return f"'{self.name}' ({type(self.module).__name__})" if self.name else f"the model ({type(self.module).__name__})"
-
-
-def is_layer(module: nn.Module) -> bool:
-    """A known layer, or any module with parameters of its own: it is run as a whole."""
-    return has_rule(module) or any(True for _ in module.parameters(recurse=False))
-
-
-def find_layers(model: nn.Module) -> list[Layer]:
-    """All layers with trained parameters, in the order of registration. Raises ValueError by name."""
-    layers = [
-        Layer(name, module, {n: p for n, p in module.named_parameters() if p.requires_grad}) for name, module in _walk("", model)
-    ]
-    owner: dict[nn.Parameter, Layer] = {}
-    for layer in layers:
-        for name, parameter in layer.module.named_parameters(remove_duplicate=False):
-            _check_parameter(layer, name, parameter)
-            if parameter in owner and (owner[parameter] is not layer or parameter.requires_grad):
-                raise ValueError(
-                    f"parameter '{name}' of {layer.label} is tied to {owner[parameter].label}. A record's influence would be "
-                    "counted once and felt twice. Untie the two, or freeze the parameter (requires_grad_(False))."
-                )
-            owner[parameter] = layer
-        if getattr(layer.module, "sparse", False) is True:
-            raise ValueError(f"{layer.label} asks for sparse gradients. Noise is dense: use sparse=False.")
-        if getattr(layer.module, "max_norm", None) is not None:
-            raise ValueError(f"{layer.label} has max_norm, which rewrites its weights in the forward pass. Use max_norm=None.")
-    layers = [layer for layer in layers if layer.parameters]
-    if not layers:
-        raise ValueError(
-            f"the model ({type(model).__name__}) has no parameter to train: none exists, or all are frozen (requires_grad=False)."
-        )
-    return layers
-
-
-def whole(model: nn.Module) -> list[Layer]:
-    """The model as its only layer."""
-    return [Layer("", model, {n: p for n, p in model.named_parameters() if p.requires_grad})]
-
-
-def enclosing(model: nn.Module, layers: list[Layer], layer: Layer) -> list[Layer]:
-    """The layers with the module around `layer` in the place of all that lies in it."""
-    name = layer.name.rpartition(".")[0]
-    module = model.get_submodule(name)
-    inside = f"{name}." if name else ""
-    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    around = Layer(name, module, parameters)
-    first = next(i for i, other in enumerate(layers) if other.name.startswith(inside))
-    kept = [other for other in layers if not other.name.startswith(inside)]
-    return [*kept[:first], around, *kept[first:]]
-
-
-def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if is_layer(module):
-        yield name, module
-        return
-    for child_name, child in module.named_children():
-        yield from _walk(f"{name}.{child_name}" if name else child_name, child)
-
-
-def _check_parameter(layer: Layer, name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(f"parameter '{name}' of {layer.label} has no shape yet. Run the model once before.")
-    if parameter.layout != torch.strided:
-        raise ValueError(f"parameter '{name}' of {layer.label} is sparse. Noise is dense: use a dense parameter.")
-    if parameter.requires_grad and not parameter.is_floating_point():
-        raise ValueError(f"parameter '{name}' of {layer.label} is of type {parameter.dtype}; only real numbers can be trained.")
-    if not bool(torch.isfinite(parameter.detach()).all()):
-        raise ValueError(f"parameter '{name}' of {layer.label} holds NaN or infinity before the first step.")
-
-
-class Site:
-    """A layer and the space its noise lives in: its output or its weights.
-
-    `dim` is the size of that space. A signal is (records, dim), a perturbation (repeats, records, dim).
-    """
-
-    def __init__(self, layer: Layer, output_shape: torch.Size, space: Space = "auto") -> None:
-        if space not in get_args(Space):
-            raise ValueError(f"space is {space!r}; it must be 'auto', 'output' or 'weight'.")
-        self.layer = layer
-        self.name = layer.name
-        self.rule: LayerRule = rule_for(layer.module, layer.parameters)
-        self.output_shape = output_shape
-        output_dim, weight_dim = numel(output_shape), self.rule.weight_dim
-        if space == "auto":
-            space = "output" if self.rule.has_output_space and output_dim <= weight_dim else "weight"
-        if space == "output" and not self.rule.has_output_space:
-            raise ValueError(
-                f"{layer.label} has no output space: its Jacobian is not known. Use space='weight' or 'auto', or register a rule."
-            )
-        self.space = space
-        self.dim = output_dim if space == "output" else weight_dim
-        self.fan_in = max((numel(p.shape[1:]) for p in layer.parameters.values() if p.dim() > 1), default=1)
-        self.scale = 1.0 if space == "output" else 1 / math.sqrt(self.fan_in)
-        """Weights are perturbed by so much less that the output moves about as far as it does in output space."""
-        self.replay_bytes = 0
-        """What a pass from here to the loss allocates for one record."""
-
-    def __repr__(self) -> str:
-        return f"Site({self.name!r}, {self.space}, dim={self.dim})"
+        return self.layer.label
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.rule.parameters
 
-    def perturbed(self, call: Call, delta: Tensor) -> Tensor:
-        """Outputs (repeats, records, *out) under the perturbation."""
-        if self.space == "output":
-            return call.output + delta.view(*delta.shape[:2], *self.output_shape)
-        return self.rule.with_weights(call, delta)
+    # --- coordinates --------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _axes(self) -> tuple[int, int]:
+        """Size of the axis a subspace is taken of, and how many positions share it."""
 
-    def perturbed_pair(self, call: Call, delta: Tensor) -> Tensor:
+    @property
+    @abstractmethod
+    def _reducible(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def scale(self) -> float: ...
+
+    def draw_bases(self, public: torch.Generator, dtype: torch.dtype) -> list[Tensor]:
+        """Fresh orthonormal bases (width x kept), uniform and independent of all data. Many at once: that is faster."""
+        count = max(1, min(_MOST_AHEAD, _NUMBERS_AHEAD // (self.width * self.kept)))
+        normal = torch.randn(count, self.width, self.kept, generator=public, dtype=dtype)
+        return list(torch.linalg.qr(normal)[0])
+
+    def perturbation(self, z: Tensor, length: float, basis: Tensor | None) -> Tensor:
+        """`length` times the directions (repeats, records, dim), out of the subspace (if there is one) in the site's space."""
+        if basis is None:
+            return length * z
+        return (length * z.reshape(-1, self.kept) @ basis.t()).view(*z.shape[:2], -1)
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def moved(self, call: Call, delta: Tensor, length: float = 1.0) -> Tensor:
+        """Outputs (repeats, records, *out) with the site moved by `length` times `delta`."""
+
+    @abstractmethod
+    def moved_both_ways(self, call: Call, delta: Tensor) -> Tensor:
         """Outputs (2 * repeats, records, *out) at plus and at minus the perturbation."""
-        if self.space == "output":
-            delta = delta.view(*delta.shape[:2], *self.output_shape)
-            pair = delta.new_empty(2, *delta.shape)
-            torch.add(call.output, delta, out=pair[0])
-            torch.sub(call.output, delta, out=pair[1])
-            return pair.flatten(0, 1)
-        return torch.cat(self.rule.weight_pair(call, delta))
 
+    # --- bounds and sums ----------------------------------------------------------------------------------------------
+    @abstractmethod
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         """Norm of each record's gradient."""
-        if self.space == "weight":
-            return flat_norm(signal)
-        return self.rule.norms(call, self._shaped(signal))
 
+    @abstractmethod
     def gains(self, call: Call) -> Tensor:
         """For each record a bound on how much longer than its signal its gradient can be."""
-        if self.space == "weight":
-            return call.output.new_ones(call.records)
-        return self.rule.gains(call)
 
-    def add_gradient(self, call: Call, signal: Tensor, scale: Tensor, into: dict[str, Tensor], *, finite: bool = False) -> None:
-        """Output space: add sum_i scale_i * gradient_i. A record whose scale, signal or input is not finite adds nothing.
+    @abstractmethod
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
+        """Add sum_i scale_i * gradient_i to the site's part of the release. A record that is not finite adds nothing.
 
         `finite` says that there is none: that saves reading the input once more.
         """
+
+    @staticmethod
+    def add_record_gradients(gradients: Tensor, scale: Tensor, part: Tensor) -> None:
+        """The same for gradients (records, size) that were made already."""
+        scaled = gradients * scale.unsqueeze(1)
+        part += scaled.masked_fill(~torch.isfinite(scaled).all(1, keepdim=True), 0).sum(0)
+
+    @abstractmethod
+    def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
+        """Write the gradient that a part of the release stands for."""
+
+
+class OutputSite(Site):
+    """Noise on the layer's output. The release keeps the parameters' shapes, with fewer rows in a subspace."""
+
+    space = "output"
+    scale = 1.0
+
+    def __init__(self, layer: Layer, rule: LayerRule, output_shape: torch.Size, subspace: int | None = None) -> None:
+        super().__init__(layer, rule, output_shape, subspace)
+        self._shapes = {name: self._kept_rows(parameter.shape) for name, parameter in self.parameters.items()}
+        self._sizes = [numel(shape) for shape in self._shapes.values()]
+
+    def _axes(self) -> tuple[int, int]:
+        return self.output_shape[-1], numel(self.output_shape[:-1])
+
+    @property
+    def _reducible(self) -> bool:
+        return self.rule.shares_positions
+
+    @property
+    def size(self) -> int:
+        return sum(self._sizes)
+
+    def _kept_rows(self, shape: torch.Size) -> tuple[int, ...]:
+        return (self.kept, *shape[1:]) if self.reduced else tuple(shape)
+
+    def moved(self, call: Call, delta: Tensor, length: float = 1.0) -> Tensor:
+        return torch.add(call.output, delta.view(*delta.shape[:2], *self.output_shape), alpha=length)
+
+    def moved_both_ways(self, call: Call, delta: Tensor) -> Tensor:
+        delta = delta.view(*delta.shape[:2], *self.output_shape)
+        pair = delta.new_empty(2, *delta.shape)
+        torch.add(call.output, delta, out=pair[0])
+        torch.sub(call.output, delta, out=pair[1])
+        return pair.flatten(0, 1)
+
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        return self.rule.norms(call, self._shaped(signal))
+
+    def gains(self, call: Call) -> Tensor:
+        return self.rule.gains(call)
+
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
         scaled = signal * scale.unsqueeze(1)
         if not finite:
             factor = self.rule.factor(call)
@@ -172,14 +193,78 @@ class Site:
                 good = torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1)
                 bad = ~(good & torch.isfinite(scaled).all(1))
                 call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
-        self.rule.add_gradient(call, self._shaped(scaled), into)
+        self.rule.add_gradient(call, self._shaped(scaled), self._views(part))
 
-    def add_weight_signal(self, signal: Tensor, scale: Tensor, into: Tensor) -> None:
-        """Weight space: add sum_i scale_i * signal_i, with the same rule for what is not finite."""
-        scaled = signal * scale.unsqueeze(1)
-        into += scaled.masked_fill(~torch.isfinite(scaled).all(1, keepdim=True), 0).sum(0)
+    def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
+        for name, view in self._views(part).items():
+            if basis is None:
+                into[name].copy_(view)
+            else:
+                torch.matmul(basis, view, out=into[name])
+
+    def _views(self, part: Tensor) -> dict[str, Tensor]:
+        parts = part.split_with_sizes(self._sizes)
+        return {name: view.view(shape) for (name, shape), view in zip(self._shapes.items(), parts, strict=True)}
 
     def _shaped(self, signal: Tensor) -> Tensor:
         """A flat signal in the shape of the output, of which the last axis may be smaller (a subspace)."""
         lead = self.output_shape[:-1]
         return signal.view(-1, *lead, signal.shape[1] // numel(lead))
+
+
+class WeightSite(Site):
+    """Noise on the layer's weights: a plain vector. A gradient is the signal itself."""
+
+    space = "weight"
+    _reducible = True
+
+    def _axes(self) -> tuple[int, int]:
+        return self.rule.weight_dim, 1
+
+    @property
+    def size(self) -> int:
+        return self.dim
+
+    @property
+    def scale(self) -> float:
+        """Weights are moved by so much less that the output moves about as far as it does in output space."""
+        return 1 / math.sqrt(self.fan_in)
+
+    def moved(self, call: Call, delta: Tensor, length: float = 1.0) -> Tensor:
+        return self.rule.with_weights(call, delta if length == 1 else length * delta)
+
+    def moved_both_ways(self, call: Call, delta: Tensor) -> Tensor:
+        return torch.cat(self.rule.weight_pair(call, delta))
+
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        return flat_norm(signal)
+
+    def gains(self, call: Call) -> Tensor:
+        return call.output.new_ones(call.records)
+
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
+        self.add_record_gradients(signal, scale, part)
+
+    def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
+        for name, view in self.rule.split(part if basis is None else basis @ part).items():
+            into[name].copy_(view)
+
+
+Bases = list[Tensor | None]
+"""A public basis per site; None where the site keeps all of its space."""
+
+
+class PublicBases:
+    """Draws the bases of a step from public randomness. Some are made in advance; each is used once."""
+
+    def __init__(self, sites: Sequence[Site], public: torch.Generator, dtype: torch.dtype, device: torch.device) -> None:
+        self._sites, self._public, self._dtype, self._device = sites, public, dtype, device
+        self._ahead: list[list[Tensor]] = [[] for _ in sites]
+
+    def draw(self) -> Bases:
+        return [self._next(site, ahead) if site.reduced else None for site, ahead in zip(self._sites, self._ahead, strict=True)]
+
+    def _next(self, site: Site, ahead: list[Tensor]) -> Tensor:
+        if not ahead:
+            ahead.extend(basis.to(self._device) for basis in site.draw_bases(self._public, self._dtype))
+        return ahead.pop()

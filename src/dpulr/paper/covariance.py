@@ -16,12 +16,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from dpulr.errors import ModelRefused
 from dpulr.model.layers import Call
 from dpulr.model.layers.affine import AffineRule, ConvRule
-from dpulr.model.layers.base import numel
+from dpulr.model.layers.base import LayerRule, numel
 from dpulr.model.layers.embedding import EmbeddingRule
 from dpulr.model.layers.norm import ScaleRule
-from dpulr.model.sites import Site
+from dpulr.model.sites import Site, WeightSite
 
 Views = Mapping[str, Tensor]
 
@@ -272,17 +273,21 @@ class WeightBlocks(Blocks):
         return self.site.rule.split(packed.flatten())
 
 
+_BLOCKS: dict[type[LayerRule], type[Blocks]] = {
+    AffineRule: AffineBlocks,
+    ScaleRule: ScaleBlocks,
+    EmbeddingRule: EmbeddingBlocks,
+}
+
+
 def blocks_of(site: Site) -> Blocks:
     """The structure of a site's parameters."""
-    if site.space == "weight":
+    if isinstance(site, WeightSite):
         return WeightBlocks(site)
-    if isinstance(site.rule, AffineRule):
-        return AffineBlocks(site)
-    if isinstance(site.rule, ScaleRule):
-        return ScaleBlocks(site)
-    if isinstance(site.rule, EmbeddingRule):
-        return EmbeddingBlocks(site)
-    raise ValueError(f"{site.layer.label} has a rule of its own, whose covariance is not known. Use remedy='parameters'.")
+    for rule, blocks in _BLOCKS.items():
+        if isinstance(site.rule, rule):
+            return blocks(site)
+    raise ModelRefused(f"{site.label} has a rule of its own, whose covariance is not known. Use remedy='parameters'.")
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,32 +9,41 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from dpulr.accounting.events import PaperRelease
-from dpulr.mechanisms.base import Bound, Guarantee, Mechanism, check_spaces, weighted
+from dpulr import validate
+from dpulr.errors import BudgetError, InvalidArgument, ModelRefused
+from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, WorstCase, weighted
+from dpulr.mechanisms.chunks import Chunks
+from dpulr.mechanisms.registry import register
+from dpulr.model.forward import Forward
 from dpulr.model.layers import Call
 from dpulr.model.layers.affine import AffineRule
-from dpulr.model.layers.base import flat_norm
-from dpulr.model.replay import Clean, Forward, LoneForward
-from dpulr.model.sites import Site, Space
+from dpulr.model.passes import Clean
+from dpulr.model.sites import OutputSite, Site, Space
+from dpulr.norms import flat_norm
 from dpulr.paper.covariance import Covariance, RowBlocks, blocks_of
+from dpulr.paper.nominal import PaperRelease
 from dpulr.paper.schedules import Schedule, Setting
+from dpulr.plan import Plan, Request, plan_of, sampled_step
 from dpulr.randomness import Directions
+from dpulr.sampling import PoissonSampling
 
 Remedy = Literal["auto", "extra-noise", "parameters", "none"]
 
 
+@register
 @dataclass(frozen=True)
 class Paper(Mechanism):
-    """Settings. Those of type Setting may differ by layer and step: see `paper_schedule`.
+    """Settings. Those of type Setting may differ by layer and step: see paper/schedules.py.
 
     target_std           sigma0; 0 is plain, non-private ULR. None: the engine's noise_multiplier
-    repeats              K, perturbations a record and layer
+    repeats              K, perturbations per record and layer
     max_grad_norm        C, the clip bound of each layer; math.inf does not clip, where target_std is 0
     rejection_threshold  N_B: smaller batches are drawn again, and the update is divided by it. None: what the engine was given; if
                          that is none either, nothing is rejected, and the update is divided by the expected batch size.
@@ -56,27 +65,103 @@ class Paper(Mechanism):
     simultaneous: bool = False
     space: Space = "output"
     name: ClassVar[str] = "paper"
-    guarantee: ClassVar[Guarantee] = "none"
 
     def __post_init__(self) -> None:
-        if self.remedy not in ("auto", "extra-noise", "parameters", "none"):
-            raise ValueError(f"remedy is {self.remedy!r}; it must be 'auto', 'extra-noise', 'parameters' or 'none'.")
-        if not isinstance(self.simultaneous, bool):
-            raise ValueError(f"simultaneous is {self.simultaneous!r}; it must be true or false.")
+        validate.one_of("remedy", self.remedy, get_args(Remedy))
+        validate.boolean("simultaneous", self.simultaneous)
         if self.remedy == "parameters":
             object.__setattr__(self, "space", "weight")
-        check_spaces(self.space, None)
-        for name in ("target_std", "repeats", "max_grad_norm", "rejection_threshold", "sigma"):
+        validate.one_of("space", self.space, get_args(Space))
+        for name, check in _CHECKS.items():
             setting = getattr(self, name)
             if isinstance(setting, int | float | str):
-                _CHECKS[name](setting)
+                check(setting)
 
-    @property
-    def owns_noise(self) -> bool:
-        return self.target_std is not None
+    def schedules(self, layers: int) -> dict[str, Schedule]:
+        """The settings that were given, as one number per layer and step."""
+        return {
+            name: Schedule(name, setting, layers, check)
+            for name, check in _CHECKS.items()
+            if (setting := getattr(self, name)) is not None
+        }
 
-    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundPaper:
-        return BoundPaper(self, forward, memory_limit=memory_limit, seed=seed)
+    def release(self, sites: Sequence[Site], noise_multiplier: float) -> PaperRelease:
+        """At the first step. The paper's theorem has one sigma0: the smallest of the layers'."""
+        stds = self.schedules(len(sites)).get("target_std")
+        return PaperRelease(noise_multiplier if stds is None else min(stds.at(0)), len(sites))
+
+    def passes(self, sites: Sequence[Site]) -> int | None:
+        if not isinstance(self.repeats, int):
+            return None
+        return 1 + self.repeats * (1 if self.simultaneous else len(sites))
+
+    def plan(self, request: Request, sites: Sequence[Site]) -> Plan:
+        """Settings of the mechanism may take the place of the engine's, and vary by step."""
+        return PaperPlan.of(self, request, len(sites))
+
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedPaper:
+        return FittedPaper(self, forward, plan, memory_limit=memory_limit)
+
+    @classmethod
+    def worst_case(cls) -> WorstCase:
+        """Its noise depends on the whole batch: nothing hurts it more than a feature that nobody else has."""
+        return WorstCase(cls(), many_per_step=False, canary="feature", trials=2_000)
+
+
+@dataclass(frozen=True)
+class PaperPlan(Plan):
+    """A plan whose noise and threshold may vary by step."""
+
+    request: Request | None = None
+    layers: int = 1
+    target_std: Schedule | None = None
+    own_threshold: Schedule | None = None
+
+    @classmethod
+    def of(cls, settings: Paper, request: Request, layers: int) -> PaperPlan:
+        schedules = settings.schedules(layers)
+        stds, thresholds = schedules.get("target_std"), schedules.get("rejection_threshold")
+        if request.target_epsilon is not None:
+            raise BudgetError(
+                "paper has no certified epsilon: no target_epsilon can be met. Give noise_multiplier (the paper's sigma0)."
+            )
+        if stds is None and request.noise_multiplier is None:
+            raise InvalidArgument("paper needs noise_multiplier (the paper's sigma0; 0 for plain ULR).")
+        if stds is not None and request.noise_multiplier not in (None, min(stds.at(0))):
+            raise InvalidArgument(
+                f"the mechanism has target_std {min(stds.at(0)):g} and noise_multiplier is {request.noise_multiplier:g}: "
+                "give one of the two."
+            )
+        if request.rejection_threshold == "auto":
+            raise InvalidArgument("rejection_threshold='auto' weighs epsilon, and paper has none: give a number.")
+        if thresholds is not None:
+            if request.rejection_threshold not in (0, int(max(thresholds.at(0)))):
+                raise InvalidArgument("the mechanism and the engine have different rejection thresholds: give one of the two.")
+            if request.sampling == "shuffle":
+                raise InvalidArgument("shuffled batches have a fixed size of at least 1: there is nothing to reject.")
+        plain = plan_of(request, float(request.noise_multiplier or 0), int(request.rejection_threshold), None, None)
+        first = cls(**vars(plain), request=request, layers=layers, target_std=stds, own_threshold=thresholds)
+        return first.at(0)
+
+    def at(self, step: int) -> PaperPlan:
+        """What holds in a step. The smallest sigma0 of the layers is the one that is charged."""
+        stds = (self.noise_multiplier,) if self.target_std is None else self.target_std.at(step)
+        threshold = self.rejection_threshold if self.own_threshold is None else int(max(self.own_threshold.at(step)))
+        assert self.request is not None
+        if self.own_threshold is not None:
+            PoissonSampling(self.sample_rate, threshold).check(self.min_dataset_size)
+        released, void = None, None
+        if min(stds) > 0:
+            released = sampled_step(self.request, self._release(min(stds)), threshold)
+        else:
+            void = "no noise was added to some layers" if any(stds) else "no noise was added"
+        return replace(self, noise_multiplier=min(stds), rejection_threshold=threshold, step=released, void=void)
+
+    def _release(self, target_std: float) -> PaperRelease:
+        """What voids other mechanisms is a reason here: the formula still has a value, if no meaning."""
+        assert self.request is not None
+        reason = self.request.reason_for_none
+        return PaperRelease(target_std, self.layers, () if reason is None else (reason,))
 
 
 class Controls(NamedTuple):
@@ -88,144 +173,148 @@ class Controls(NamedTuple):
     sigma: float
 
 
-class BoundPaper(Bound):
-    def __init__(self, settings: Paper, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
-        super().__init__(forward, memory_limit=memory_limit, seed=seed, subspace=None)
-        self.settings = settings
-        self.blocks = [blocks_of(site) for site in forward.sites]
-        self._schedules = {
-            name: Schedule(name, setting, len(self.blocks), check)
-            for name, check in _CHECKS.items()
-            if (setting := getattr(settings, name)) is not None
-        }
-        self.varies = any(schedule.varies for schedule in self._schedules.values())
-        self.controls: list[Controls] = []
-        """What the controller decided in this step, layer by layer. It depends on the batch: nothing covers it."""
-        self._extra: list[Covariance | None] = []
+class StepSettings(NamedTuple):
+    """What holds for all layers in one step: a number per layer each."""
+
+    target_std: tuple[float, ...]
+    repeats: tuple[float, ...]
+    clip: tuple[float, ...]
+    sigma: tuple[float, ...]
+    divisors: tuple[float, ...]
+
+
+class PaperTotal(NamedTuple):
+    """The sum of the clipped gradients, what the controller decided, and the covariances where extra noise is missing.
+
+    All of it depends on the batch; nothing covers what it tells.
+    """
+
+    flat: Tensor
+    controls: list[Controls]
+    extra: list[Covariance | None]
+
+
+class FittedPaper(FittedMechanism[StepSettings]):
+    def __init__(self, settings: Paper, forward: Forward, plan: Plan, *, memory_limit: int | None) -> None:
+        self.settings, self.forward, self.plan = settings, forward, plan
+        self.sites, self.device, self.dtype = forward.sites, forward.device, forward.dtype
+        self._sizes = [site.size for site in self.sites]
+        self.size = sum(self._sizes)
+        self.chunks = Chunks(forward, self.sites, self.size, memory_limit)
+        self.blocks = [blocks_of(site) for site in self.sites]
+        self._schedules = settings.schedules(len(self.sites))
         self._warned: set[str] = set()
         if settings.simultaneous:
             self._check_simultaneous()
 
-    # --- settings of a step -------------------------------------------------------------------------------------------
-    def _now(self, name: str) -> tuple[float, ...]:
-        return self._schedules[name].at(self.step)
-
-    @property
-    def own_noise(self) -> float | None:
-        return min(self.target_stds()) if self.settings.owns_noise else None
-
-    @property
-    def without_noise(self) -> str:
-        return "no noise was added to some layers" if any(self.target_stds()) else super().without_noise
-
-    @property
-    def rejection_threshold(self) -> int | None:
-        return int(max(self._now("rejection_threshold"))) if "rejection_threshold" in self._schedules else None
-
-    def denominator(self, expected_batch_size: float, rejection_threshold: int) -> float:
-        """N_B; without one, the expected batch size."""
-        return rejection_threshold or expected_batch_size
-
-    def target_stds(self) -> tuple[float, ...]:
-        return self._now("target_std") if self.settings.owns_noise else (self.noise_multiplier,) * len(self.blocks)
-
-    def event_at(self, noise_multiplier: float) -> PaperRelease:
-        """The paper's theorem has one sigma0: the smallest of the layers'."""
-        return PaperRelease(min(self.target_stds()) if self.settings.owns_noise else noise_multiplier, len(self.blocks))
-
-    @property
-    def noise_std(self) -> float:
-        """Of the isotropic noise before what the gradients carry themselves is taken off, in the layer that has most."""
-        return max(c.target_std * c.clip if c.target_std else 0.0 for c in self.controls)
-
     # --- one step -----------------------------------------------------------------------------------------------------
-    def total(self, inputs: Any, targets: Any, directions: Directions) -> Tensor:
+    def draw_public(self, step: int) -> StepSettings:
+        """Nothing is drawn; these are the settings of the step."""
+        plan, layers = self.plan.at(step), len(self.sites)
+        given = {name: schedule.at(step) for name, schedule in self._schedules.items()}
+        divisor = float(plan.rejection_threshold or plan.expected_batch_size)  # N_B; without one, the expected batch size
+        return StepSettings(
+            target_std=given.get("target_std", (plan.noise_multiplier,) * layers),
+            repeats=given["repeats"],
+            clip=given["max_grad_norm"],
+            sigma=given["sigma"],
+            divisors=given.get("rejection_threshold", (divisor,) * layers),
+        )
+
+    def sum_of_bounded_signals(self, batch: Batch, public: StepSettings, directions: Directions) -> PaperTotal:
         """Sum of the clipped gradients. To choose sigma, the controller needs the clean losses and Jacobians of the whole batch."""
-        chunks = list(self.record_chunks(inputs, targets))
-        stds = self.target_stds()
-        precise = self.dtype if self.settings.remedy == "extra-noise" else torch.float64  # eq:sigma needs the smallest eigenvalue
+        chunks = list(self.chunks.records(batch))
+        given_sigma = self.settings.remedy == "extra-noise"
+        precise = self.dtype if given_sigma else torch.float64  # eq:sigma needs the smallest eigenvalue
         covariances = [Covariance(blocks, precise, self.device) for blocks in self.blocks]
-        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
-        parts = self._parts(total)
-        at_once = self.settings.remedy == "extra-noise" and len(chunks) > 1  # sigma is given: one clean pass does for both
-        if at_once:
-            self._control(stds, covariances)
+        flat = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+        parts = self.parts(flat)
+        at_once = given_sigma and len(chunks) > 1  # sigma is given: one clean pass does for both
+        controls, extra = self._control(public, covariances) if at_once else ([], [])
         clean = None
         for chunk in chunks:
-            clean = self.forward.surviving(*chunk)
+            clean = self.forward.clean(*chunk)
             if clean is not None:
-                for blocks, call, covariance, std in zip(self.blocks, clean.calls, covariances, stds, strict=True):
+                for blocks, call, covariance, std in zip(self.blocks, clean.calls, covariances, public.target_std, strict=True):
                     if std > 0:
                         blocks.add(call, clean.losses, covariance)
                 if at_once:
-                    self.add(clean, directions, parts)
+                    self.add(clean, controls, directions, parts)
         if not at_once:
-            self._control(stds, covariances)
+            controls, extra = self._control(public, covariances)
         for chunk in () if at_once else chunks:
             if len(chunks) > 1:
-                clean = self.forward.surviving(*chunk)
+                clean = self.forward.clean(*chunk)
             if clean is not None:
-                self.add(clean, directions, parts)
-        return total
+                self.add(clean, controls, directions, parts)
+        return PaperTotal(flat, controls, extra)
 
-    def add(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
+    def add(self, clean: Clean, controls: list[Controls], directions: Directions, parts: list[Tensor]) -> None:
+        """Add the clipped gradients of the records of one clean pass."""
         if self.settings.simultaneous:
-            self._add_together(clean, directions, parts)
+            self._add_together(clean, controls, directions, parts)
             return
-        for i, (site, call, control) in enumerate(zip(self.forward.sites, clean.calls, self.controls, strict=True)):
+        for i, (site, call, control) in enumerate(zip(self.sites, clean.calls, controls, strict=True)):
             signal = self.estimate(clean, i, directions, control)
             gradients = self._record_gradients(site, call, signal)
             if gradients is not None:
                 scale = (control.clip / flat_norm(gradients)).clamp(max=1)
-                site.add_weight_signal(gradients, scale, parts[i])
+                site.add_record_gradients(gradients, scale, parts[i])
             else:
                 scale = (control.clip / site.norms(call, signal)).clamp(max=1)
-                self.coordinates[i].add(call, signal, scale, parts[i])
+                site.add(call, signal, scale, parts[i])
 
     def estimate(self, clean: Clean, index: int, directions: Directions, control: Controls) -> Tensor:
         """(records, dim): the mean over the repeats of z L(v + z) / sigma^2, z normal with standard deviation sigma."""
-        site, call, sigma = self.forward.sites[index], clean.calls[index], control.sigma
+        site, call, sigma = self.sites[index], clean.calls[index], control.sigma
         signal = torch.zeros(clean.records, site.dim, device=self.device, dtype=self.dtype)
-        for repeats in self.repeat_chunks(self.row_bytes(site), clean.records, control.repeats):
+        for repeats in self.chunks.repeats(self.chunks.row_bytes[index], clean.records, control.repeats):
             z = directions.normal(repeats, clean.records, site.dim)
-            losses = self.forward.losses(clean, index, _perturbed(site, call, z, sigma))
+            losses = self.forward.losses(clean, index, site.moved(call, z, sigma))
             signal += weighted(torch.where(torch.isfinite(losses), losses, 0), z)
         return signal.div_(control.repeats * sigma)
 
     @staticmethod
     def _record_gradients(site: Site, call: Call, signal: Tensor) -> Tensor | None:
         """(records, parameters), where it pays to make them: then they serve both the norms and the sum."""
-        if site.space == "output" and isinstance(site.rule, AffineRule):
+        if isinstance(site, OutputSite) and isinstance(site.rule, AffineRule):
             return site.rule.record_gradients(call, signal.view(-1, *site.output_shape))
         return None
 
-    def release(self, total: Tensor, noise: Tensor, denominator: float) -> Tensor:
-        """The sum, with extra noise along the eigenvectors where the remedy asks for it, over N_B."""
-        release = total.clone()
-        sizes = self._now("rejection_threshold") if "rejection_threshold" in self._schedules else (denominator,) * len(self.blocks)
-        everything = zip(self._parts(release), self._parts(noise), self.blocks, self.controls, self._extra, sizes, strict=True)
-        for part, normal, blocks, control, covariance, size in everything:
+    def privatise(self, total: PaperTotal, noise: Tensor) -> Tensor:
+        """The sum, with extra noise along the eigenvectors where the remedy asks for it."""
+        values = total.flat.clone()
+        everything = zip(self.parts(values), self.parts(noise), self.blocks, total.controls, total.extra, strict=True)
+        for part, normal, blocks, control, covariance in everything:
             if covariance is not None:
                 packed = blocks.pack(blocks.site.rule.split(normal.to(covariance.dtype)))
                 credit = 1 / (control.repeats * control.sigma**2)
                 extra = blocks.unpack(covariance.extra_noise(packed, control.target_std * control.clip, credit))
                 for name, view in blocks.site.rule.split(part).items():
                     view += extra[name]
-            part /= size
-        return release
+        return values
+
+    def gradients(self, values: Tensor, public: StepSettings, into: Gradients) -> None:
+        for site, part, divisor, views in zip(self.sites, self.parts(values), public.divisors, into, strict=True):
+            site.lift(part / divisor, None, views)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """The sites' parts of a release."""
+        return list(flat.split_with_sizes(self._sizes))
 
     # --- the privacy controller ---------------------------------------------------------------------------------------
-    def _control(self, stds: tuple[float, ...], covariances: list[Covariance]) -> None:
+    def _control(self, public: StepSettings, covariances: list[Covariance]) -> tuple[list[Controls], list[Covariance | None]]:
         """Choose sigma for each layer (eq:sigma), or the extra noise."""
-        self.controls, self._extra = [], []
-        self._check_shared(self._now("repeats"))
-        settings = zip(stds, self._now("repeats"), self._now("max_grad_norm"), self._now("sigma"), strict=True)
+        controls: list[Controls] = []
+        extras: list[Covariance | None] = []
+        self._check_shared(public.repeats)
+        settings = zip(public.target_std, public.repeats, public.clip, public.sigma, strict=True)
         for i, (std, repeats, clip, most) in enumerate(settings):
-            most *= self.forward.sites[i].scale
+            most *= self.sites[i].scale
             sigma, extra = most, None
             if std > 0:
                 if math.isinf(clip):
-                    raise ValueError("max_grad_norm is infinite, but target_std is not 0: noise is scaled by the clip bound.")
+                    raise InvalidArgument("max_grad_norm is infinite, but target_std is not 0: noise is scaled by the clip bound.")
                 if self.settings.remedy == "extra-noise":
                     extra = covariances[i]
                 else:
@@ -235,12 +324,13 @@ class BoundPaper(Bound):
                     else:
                         self._report_deficiency(i, covariances[i])
                         extra = covariances[i]
-            self.controls.append(Controls(std, int(repeats), clip, sigma))
-            self._extra.append(extra)
+            controls.append(Controls(std, int(repeats), clip, sigma))
+            extras.append(extra)
+        return controls, extras
 
     def _report_deficiency(self, index: int, covariance: Covariance) -> None:
-        """Say it once a layer; without a remedy, stop: no sigma meets eq:sigma."""
-        blocks, label = self.blocks[index], self.forward.sites[index].layer.label
+        """Say it once per layer; without a remedy, stop: no sigma meets eq:sigma."""
+        blocks, label = self.blocks[index], self.sites[index].label
         if label in self._warned:
             return
         text = (
@@ -248,20 +338,20 @@ class BoundPaper(Bound):
             f"{covariance.rank() * blocks.copies} of {blocks.count * blocks.copies * blocks.width}"
         )
         if self.settings.remedy == "none":
-            raise ValueError(f"{text}. No sigma meets the paper's condition. Use remedy='extra-noise' or 'parameters'.")
+            raise ModelRefused(f"{text}. No sigma meets the paper's condition. Use remedy='extra-noise' or 'parameters'.")
         self._warned.add(label)
         warnings.warn(f"{text}, so extra noise is added along its eigenvectors", stacklevel=2)
 
     # --- noise at all layers at once ----------------------------------------------------------------------------------
-    def _add_together(self, clean: Clean, directions: Directions, parts: list[Tensor]) -> None:
+    def _add_together(self, clean: Clean, controls: list[Controls], directions: Directions, parts: list[Tensor]) -> None:
         """The Jacobians are those of the noisy inputs, so a record's gradient is a sum over repeats, like one over positions."""
-        sites, controls = self.forward.sites, self.controls
+        sites = self.sites
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sites]
-        largest = max(self.row_bytes(site) for site in sites)
-        for repeats in self.repeat_chunks(largest, clean.records, controls[0].repeats):
+        largest = max(self.chunks.row_bytes)
+        for repeats in self.chunks.repeats(largest, clean.records, controls[0].repeats):
             z = [directions.normal(repeats, clean.records, site.dim) for site in sites]
             deltas = [control.sigma * draw for control, draw in zip(controls, z, strict=True)]
-            losses, inputs = self.forward.moved_together(clean, deltas)
+            losses, inputs = self.forward.all_shifted(clean, deltas)
             losses = torch.where(torch.isfinite(losses), losses, 0)
             for i, (site, blocks, control) in enumerate(zip(sites, self.blocks, controls, strict=True)):
                 assert isinstance(blocks, RowBlocks)
@@ -279,24 +369,17 @@ class BoundPaper(Bound):
                 view += gradient[name]
 
     def _check_simultaneous(self) -> None:
-        for site, blocks in zip(self.forward.sites, self.blocks, strict=True):
+        for site, blocks in zip(self.sites, self.blocks, strict=True):
             if not isinstance(blocks, RowBlocks):
-                raise ValueError(f"simultaneous noise needs layers with an output space of rows; {site.layer.label} has none.")
-        if isinstance(self.forward, LoneForward):
-            raise ValueError("simultaneous noise needs a model that runs on whole batches.")
+                raise ModelRefused(f"simultaneous noise needs layers with an output space of rows; {site.label} has none.")
+        if self.forward.recordwise:
+            raise ModelRefused("simultaneous noise needs a model that runs on whole batches.")
         for step in (0, *getattr(self.settings.repeats, "keys", tuple)()):
             self._check_shared(self._schedules["repeats"].at(int(step)))
 
     def _check_shared(self, repeats: tuple[float, ...]) -> None:
         if self.settings.simultaneous and len(set(repeats)) > 1:
-            raise ValueError("with simultaneous noise all layers share the passes: repeats must be the same for all.")
-
-
-def _perturbed(site: Site, call: Call, z: Tensor, sigma: float) -> Tensor:
-    """`site.perturbed` by sigma * z, in one go where that is a sum."""
-    if site.space == "output":
-        return torch.add(call.output, z.view(*z.shape[:2], *site.output_shape), alpha=sigma)
-    return site.perturbed(call, sigma * z)
+            raise InvalidArgument("with simultaneous noise all layers share the passes: repeats must be the same for all.")
 
 
 def _by_record(rows: Tensor, records: int) -> Tensor:
@@ -320,7 +403,7 @@ def _number(name: str, what: str, least: float, *, whole: bool = False, infinite
     def check(value: object) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
         if not good or (math.isinf(value) and not infinite) or (whole and value != int(value)):  # type: ignore[arg-type, call-overload]
-            raise ValueError(f"{name} is {value!r}; it must be {what}.")
+            raise InvalidArgument(f"{name} is {value!r}; it must be {what}.")
         return value  # type: ignore[return-value]
 
     return check

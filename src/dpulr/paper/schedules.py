@@ -6,13 +6,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dpulr.errors import InvalidArgument
+
 PerLayer = float | Sequence[float]
 Setting = PerLayer | Mapping[Any, PerLayer] | Callable[[int, int], float]
-"""A number; a list with one number a layer; a mapping {first step: number or list}; or a function of (step, layer)."""
+"""A number; a list with one number per layer; a mapping {first step: number or list}; or a function of (step, layer)."""
 
 
 class Schedule:
-    """What a setting is at a step, one number a layer. Each value is checked by `check`, which raises or returns it."""
+    """What a setting is at a step, one number per layer. Each value is checked by `check`, which raises or returns it."""
 
     def __init__(self, name: str, setting: Setting, layers: int, check: Callable[[object], float]) -> None:
         self.name, self.layers = name, layers
@@ -27,7 +29,7 @@ class Schedule:
                 self._starts.append(start)
                 self._values.append(self._layered(value))
             if not self._starts or self._starts[0] != 0:
-                raise ValueError(f"{name} must say what holds from step 0 on.")
+                raise InvalidArgument(f"{name} must say what holds from step 0 on.")
 
     def at(self, step: int) -> tuple[float, ...]:
         """One number a layer. Steps count from 0."""
@@ -38,7 +40,7 @@ class Schedule:
     def _layered(self, value: PerLayer) -> tuple[float, ...]:
         if isinstance(value, Sequence) and not isinstance(value, str):
             if len(value) != self.layers:
-                raise ValueError(f"{self.name} has {len(value)} values, but the model has {self.layers} layers.")
+                raise InvalidArgument(f"{self.name} has {len(value)} values, but the model has {self.layers} layers.")
             return tuple(map(self._check, value))
         return (self._check(value),) * self.layers
 
@@ -46,5 +48,5 @@ class Schedule:
 def _step(name: str, key: object) -> int:
     text = str(key)
     if not text.isdecimal():
-        raise ValueError(f"{name} has the key {key!r}; keys are the numbers of the steps from which a value holds.")
+        raise InvalidArgument(f"{name} has the key {key!r}; keys are the numbers of the steps from which a value holds.")
     return int(text)

@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpulr.model.layers.base import Call, Deltas, WeightLinearRule, not_cancelled, numel, row_norm
+from dpulr.model.layers.base import Call, WeightDeltas, WeightLinearRule, not_cancelled, numel
+from dpulr.norms import row_norm
 
 
 class AffineRule(WeightLinearRule):
     """Output space of `features @ weight.T + bias`, in groups (a linear layer has one)."""
 
     handles = frozenset({"weight", "bias"})
-    gains_tell = True
+    finite_gain_suffices = True
 
     def features(self, x: Tensor) -> Tensor:
         """(records, groups, positions, features)."""
@@ -128,7 +129,7 @@ class LinearRule(AffineRule):
         if "bias" in into:
             into["bias"] += u.sum(0)
 
-    def shift(self, call: Call, deltas: Deltas) -> Tensor:
+    def shift(self, call: Call, deltas: WeightDeltas) -> Tensor:
         x = call.input
         rows = x.reshape(x.shape[0], numel(x.shape[1:-1]), x.shape[-1])  # records, positions, features
         any_delta = next(iter(deltas.values()))
@@ -235,7 +236,7 @@ class ConvRule(AffineRule):
         groups = self.module.groups
         return output.reshape(output.shape[0], groups, output.shape[1] // groups, numel(output.shape[2:])).transpose(2, 3)
 
-    def shift(self, call: Call, deltas: Deltas) -> Tensor:
+    def shift(self, call: Call, deltas: WeightDeltas) -> Tensor:
         """One grouped convolution: each record is a group of its own, its repeats are output channels."""
         conv, x, out_shape = self.module, call.input, call.output.shape[1:]
         repeats, records = next(iter(deltas.values())).shape[:2]

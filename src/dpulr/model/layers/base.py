@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-Deltas = Mapping[str, Tensor]
+from dpulr.model.rescue import each_alone, together_or_apart
+
+WeightDeltas = Mapping[str, Tensor]
+"""How far each parameter is moved: (repeats, records, *shape)."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class LayerRule:
     """Names of the parameters that the rule knows; None: any."""
     shares_positions: ClassVar[bool] = False
     """True if a signal may be expressed in a smaller basis of the output's last axis (a public subspace)."""
-    gains_tell: ClassVar[bool] = False
-    """True if a record's gain is finite only if all that makes its gradient is: it is then not looked at once more."""
+    finite_gain_suffices: ClassVar[bool] = False
+    """True if a finite gain proves that all that makes the record's gradient is finite: no second look is needed."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.module = module
@@ -90,15 +92,22 @@ class LayerRule:
             out: Tensor = torch.func.functional_call(self.module, weights, args, kwargs)
             return out
 
-        try:
-            out = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")(stacked, *rows)
-        except Exception:  # what vmap can't batch (control flow, recurrent kernels), or a black box that raises: row by row
+        def together() -> Tensor:
+            out: Tensor = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")(stacked, *rows)
+            return out
+
+        def apart() -> Tensor:
+            """For what vmap can't batch (control flow, recurrent kernels), and for a black box that raises."""
             out = torch.full((repeats * records, 1, *call.output.shape[1:]), math.nan).to(call.output)
-            for i in range(repeats * records):
-                with suppress(Exception):
-                    weights = {name: w[i] for name, w in stacked.items()}
-                    out[i] = one(weights, *[row[i] if marked else row for row, marked in zip(rows, call.per_record, strict=True)])
-        return out.view(repeats, records, *call.output.shape[1:])
+
+            def row(i: int) -> None:
+                own = [value[i] if marked else value for value, marked in zip(rows, call.per_record, strict=True)]
+                out[i] = one({name: w[i] for name, w in stacked.items()}, *own)
+
+            each_alone(range(repeats * records), row)
+            return out
+
+        return together_or_apart(together, apart, alive=lambda: None).view(repeats, records, *call.output.shape[1:])
 
     def weight_pair(self, call: Call, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs at plus and at minus `flat`."""
@@ -117,11 +126,11 @@ class LayerRule:
         raise TypeError(f"{type(self.module).__name__} has no output space")
 
     def factor(self, call: Call) -> Tensor:
-        """What a signal is multiplied with to become a gradient, one row a record."""
+        """What a signal is multiplied with to become a gradient, one row per record."""
         return call.input
 
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
-        """Add sum_i J_i^T signal_i to `into`, one buffer a parameter."""
+        """Add sum_i J_i^T signal_i to `into`, one buffer per parameter."""
         raise TypeError(f"{type(self.module).__name__} has no output space")
 
 
@@ -130,7 +139,7 @@ class WeightLinearRule(LayerRule):
 
     has_output_space = True
 
-    def shift(self, call: Call, deltas: Deltas) -> Tensor:
+    def shift(self, call: Call, deltas: WeightDeltas) -> Tensor:
         """(repeats, records, *out): what weights moved by `deltas` add to the output."""
         raise NotImplementedError
 
@@ -147,27 +156,10 @@ def not_cancelled(norm: Tensor, bound: Tensor) -> Tensor:
 
     A record whose terms cancel almost wholly is scaled as if it were that long: rounding, scaled up, could exceed the clip.
     """
-    return torch.maximum(norm, _ROUNDING * bound)
+    return torch.maximum(norm, _CANCELLATION * bound)
 
 
-_ROUNDING = 1e-4
-
-
-def flat_norm(tensor: Tensor) -> Tensor:
-    """Euclidean norm of each record."""
-    return row_norm(tensor.flatten(1))
-
-
-def row_norm(rows: Tensor) -> Tensor:
-    """Euclidean norm along the last axis, in parts: torch adds floats one by one, and over millions would lose the fifth digit."""
-    if rows.shape[-1] <= _PART:
-        norm: Tensor = torch.linalg.vector_norm(rows, dim=-1)
-        return norm
-    parts = [torch.linalg.vector_norm(part, dim=-1) for part in torch.split(rows, _PART, dim=-1)]
-    return row_norm(torch.stack(parts, dim=-1))
-
-
-_PART = 2**16
+_CANCELLATION = 1e-4
 
 
 def numel(shape: Iterable[int]) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpulr.model.layers.base import Call, Deltas, WeightLinearRule, flat_norm, not_cancelled, numel
+from dpulr.model.layers.base import Call, WeightDeltas, WeightLinearRule, not_cancelled, numel
+from dpulr.norms import flat_norm
 
 
 class EmbeddingRule(WeightLinearRule):
     """Two positions with the same token share a row, so norms and gains count how often a token comes."""
 
     handles = frozenset({"weight"})
-    gains_tell = True  # tokens are whole numbers
+    finite_gain_suffices = True  # tokens are whole numbers
     module: nn.Embedding
 
     def _tokens(self, call: Call) -> Tensor:
@@ -49,7 +50,7 @@ class EmbeddingRule(WeightLinearRule):
         if self.module.padding_idx is not None:
             gradients["weight"][self.module.padding_idx] = 0
 
-    def shift(self, call: Call, deltas: Deltas) -> Tensor:
+    def shift(self, call: Call, deltas: WeightDeltas) -> Tensor:
         weight, tokens = deltas["weight"], self._tokens(call)
         repeats, records = weight.shape[:2]
         index = tokens.view(1, *tokens.shape, 1).expand(repeats, *tokens.shape, weight.shape[-1])

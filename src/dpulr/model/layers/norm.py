@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpulr.model.layers.base import Call, Deltas, WeightLinearRule, flat_norm, not_cancelled, numel
+from dpulr.model.layers.base import Call, WeightDeltas, WeightLinearRule, not_cancelled, numel
+from dpulr.norms import flat_norm
 
 
 class ScaleRule(WeightLinearRule):
     """Output space and weight space of `normalised * weight + bias`."""
 
     handles = frozenset({"weight", "bias"})
-    gains_tell = True
+    finite_gain_suffices = True
 
     def normalised(self, x: Tensor) -> Tensor:
         """The layer's output with weight 1 and bias 0."""
@@ -57,7 +58,7 @@ class ScaleRule(WeightLinearRule):
         for name, part in self._per_record(call, signal).items():
             into[name] += part.sum(0).view_as(into[name])
 
-    def shift(self, call: Call, deltas: Deltas) -> Tensor:
+    def shift(self, call: Call, deltas: WeightDeltas) -> Tensor:
         v = self.rows(self.normalised(call.input))
         any_delta = next(iter(deltas.values()))
         total = torch.zeros(*any_delta.shape[:2], *v.shape[1:], dtype=v.dtype, device=v.device)

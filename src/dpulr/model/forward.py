@@ -1,0 +1,132 @@
+"""`Forward`: a model that has passed all checks, ready to run. It is finished when it is made (model/prepare.py).
+
+A record whose pass raises gets NaN, and the others what they would have got without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpulr.model.batches import choose, count, row
+from dpulr.model.passes import Clean, Move, Passes, Shift
+from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.sites import Site
+from dpulr.model.whole_passes import RecordwisePasses
+
+
+class Forward:
+    """Losses of records under noise at sites.
+
+    bytes_per_record  what a clean pass allocates for one record
+    replay_bytes      for each site, what a pass from there to the loss allocates for one record
+    probe             synthetic inputs and targets
+    """
+
+    def __init__(
+        self, passes: Passes, sites: Sequence[Site], *, bytes_per_record: int, replay_bytes: Sequence[int], probe: tuple[Any, Any]
+    ) -> None:
+        self.passes, self.sites = passes, tuple(sites)
+        self.bytes_per_record, self.replay_bytes, self.probe = bytes_per_record, tuple(replay_bytes), probe
+        self.model, self.loss_fn = passes.model, passes.loss_fn
+        some = next(iter(self.sites[0].parameters.values()))
+        self.device, self.dtype = some.device, some.dtype
+        self._modes = [(module, module.training) for module in self.model.modules()]
+
+    @property
+    def recordwise(self) -> bool:
+        """Whether the model sees one record at a time."""
+        return isinstance(self.passes, RecordwisePasses)
+
+    @contextmanager
+    def checked_mode(self) -> Iterator[None]:
+        """Every module in the mode (training or not) in which it was checked, whatever mode the user left it in."""
+        changed = [(module, wanted) for module, wanted in self._modes if module.training != wanted]
+        try:
+            for module, training in changed:
+                module.training = training
+            yield
+        finally:
+            for module, training in changed:
+                module.training = not training
+
+    def clean(self, inputs: Any, targets: Any) -> Clean | None:
+        """The clean pass over the records for which it does not raise; None if there are none."""
+
+        def apart() -> Clean | None:
+            kept = each_alone(range(count(targets)), lambda i: self.passes.clean(*row((inputs, targets), i)))
+            found: list[Clean] = []
+            each_alone([torch.tensor(kept)] if kept else [], lambda i: found.append(self._clean_of(inputs, targets, i)))
+            return found[0] if found else None
+
+        return together_or_apart(lambda: self.passes.clean(inputs, targets), apart, lambda: self.check_alive([0]))
+
+    def _clean_of(self, inputs: Any, targets: Any, index: Tensor) -> Clean:
+        return self.passes.clean(*choose((inputs, targets), index))
+
+    def losses(self, clean: Clean, index: int, moved: Tensor) -> Tensor:
+        """(repeats, records) losses when the output of one site is `moved` (repeats, records, *out)."""
+        return self.all_losses(clean, [Move(index, moved)])[0]
+
+    def all_losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
+        """(moves, repeats, records) losses, one move at a time; all have as many repeats. Non-finite ones stay so."""
+
+        def apart() -> Tensor:
+            repeats = moves[0].moved.shape[0]
+            losses = clean.losses.new_full((len(moves), repeats, clean.records), math.nan)
+            alone = self._clean_alone(clean)
+
+            def one(place: tuple[int, int, int]) -> None:
+                i, m, r = place
+                losses[m, r, i] = self.passes.losses(alone(i), [moves[m].one(r, i)]).squeeze()
+
+            each_alone(product(range(clean.records), range(len(moves)), range(repeats)), one)
+            return losses
+
+        alive = [move.index for move in moves]
+        return together_or_apart(lambda: self.passes.losses(clean, moves), apart, lambda: self.check_alive(alive))
+
+    def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """(repeats, records) losses with every site shifted in one pass, and the inputs that the sites saw (0 where it raised)."""
+        shifts = [Shift(i, site, delta) for i, (site, delta) in enumerate(zip(self.sites, deltas, strict=True))]
+
+        def apart() -> tuple[Tensor, list[Tensor]]:
+            repeats, records = deltas[0].shape[:2]
+            losses = clean.losses.new_full((repeats, records), math.nan)
+            inputs = [call.input.new_zeros(repeats, *call.input.shape) for call in clean.calls]
+            alone = self._clean_alone(clean)
+
+            def one(place: tuple[int, int]) -> None:
+                r, i = place
+                own = [Shift(n, site, delta[r : r + 1, i : i + 1]) for n, site, delta in shifts]
+                losses[r, i], seen = self.passes.all_shifted(alone(i), own)
+                for all_rows, own_row in zip(inputs, seen, strict=True):
+                    all_rows[r, i] = own_row[0]
+
+            each_alone(product(range(repeats), range(records)), one)
+            return losses, [all_rows.flatten(0, 1) for all_rows in inputs]
+
+        return together_or_apart(lambda: self.passes.all_shifted(clean, shifts), apart, lambda: self.check_alive([0]))
+
+    def _clean_alone(self, clean: Clean) -> Any:
+        @cache
+        def alone(i: int) -> Clean:
+            return self.passes.clean(*row((clean.inputs, clean.targets), i))
+
+        return alone
+
+    def check_alive(self, indices: Sequence[int]) -> None:
+        """A black box that is down raises on synthetic inputs, too. That says nothing about a record, so that error may be seen."""
+        clean = self.passes.clean(*self.probe)
+        self.passes.losses(clean, [Move(index, clean.calls[index].output.unsqueeze(0)) for index in indices])
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All trained parameters, site by site."""
+        return [parameter for site in self.sites for parameter in site.parameters.values()]

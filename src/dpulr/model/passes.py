@@ -1,0 +1,148 @@
+"""How a model is run without gradients: a clean pass, and passes with some layers' outputs moved.
+
+Three ways share this interface: `TracedPasses` (model/replay.py) re-runs only what lies downstream of a layer; `HookedPasses` and
+`RecordwisePasses` (model/whole_passes.py) run the whole model. What they raise is handled by `Forward` (model/forward.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from dpulr.errors import StepError
+from dpulr.model.batches import call_on_copy, tile
+from dpulr.model.layers import Call
+from dpulr.model.losses import LossFunction, quick
+from dpulr.model.sites import Site
+from dpulr.model.trained_layers import Layer
+
+Marks = tuple[tuple[bool, ...], ...]
+"""For each layer, which tensors among its arguments carry records along the first axis."""
+
+
+class Shift(NamedTuple):
+    """A site that adds `delta` (repeats, records, dim) to whatever it puts out in a pass. `index` counts the layers."""
+
+    index: int
+    site: Site
+    delta: Tensor
+
+
+class Move(NamedTuple):
+    """A layer whose output is `moved` (repeats, records, *out), and sites behind it that are shifted in the same pass."""
+
+    index: int
+    moved: Tensor
+    also: Sequence[Shift] = ()
+
+    def one(self, repeat: int, record: int) -> Move:
+        """The same for one row."""
+        row = slice(repeat, repeat + 1), slice(record, record + 1)
+        return Move(self.index, self.moved[row], [Shift(index, site, delta[row]) for index, site, delta in self.also])
+
+
+@dataclass
+class Clean:
+    """One clean pass over a batch: a loss per record, and each layer's call."""
+
+    inputs: Any
+    targets: Any
+    losses: Tensor
+    calls: list[Call]
+    output: Any
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    @property
+    def records(self) -> int:
+        return self.losses.shape[0]
+
+    def tiled_inputs(self, repeats: int) -> Any:
+        return self._repeated("inputs", self.inputs, repeats)
+
+    def tiled_targets(self, repeats: int) -> Any:
+        return self._repeated("targets", self.targets, repeats)
+
+    def _repeated(self, key: str, value: Any, repeats: int) -> Any:
+        """Kept for the other passes of this step."""
+        if (key, repeats) not in self._tiled:
+            self._tiled[key, repeats] = tile(value, repeats)
+        return self._tiled[key, repeats]
+
+
+class Passes(ABC):
+    """`marks` are empty only while a model is probed; calls then don't say which arguments carry records."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, layers: list[Layer], marks: Marks = ()) -> None:
+        self.model, self.loss_fn, self.layers = model, quick(loss_fn), layers
+        self.marks = marks or ((),) * len(layers)
+
+    @abstractmethod
+    def clean(self, inputs: Any, targets: Any) -> Clean:
+        """One pass without noise."""
+
+    @abstractmethod
+    def losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
+        """(moves, repeats, records) losses, one move at a time; all have as many repeats. Non-finite ones stay so."""
+
+    def all_shifted(self, clean: Clean, shifts: Sequence[Shift]) -> tuple[Tensor, list[Tensor]]:
+        """(repeats, records) losses of passes through the whole model with all these sites shifted, and the inputs that they saw."""
+        repeats, records = shifts[0].delta.shape[:2]
+        seen: dict[int, Tensor] = {}
+        with self.shifted(shifts, seen):
+            output = call_on_copy(self.model, clean.tiled_inputs(repeats))
+        losses = self.loss_fn(output, clean.tiled_targets(repeats)).view(repeats, records)
+        return losses, [seen[shift.index] for shift in shifts]
+
+    @contextmanager
+    def shifted(self, shifts: Sequence[Shift], seen: dict[int, Tensor] | None = None) -> Iterator[None]:
+        """While it lasts, these sites add their perturbation to whatever they put out. What goes in is kept in `seen`."""
+        waiting = {shift.index for shift in shifts}
+        busy: set[int] = set()
+
+        def hook(shift: Shift) -> Any:
+            def move(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+                if shift.index in busy:  # a layer in weight space is run again, with other weights
+                    return output
+                waiting.discard(shift.index)
+                busy.add(shift.index)
+                try:
+                    call = self.call(shift.index, args, kwargs, output)
+                    if seen is not None:
+                        seen[shift.index] = call.input.clone()  # what follows may change it in place
+                    return shift.site.moved(call, shift.delta.flatten(0, 1).unsqueeze(0))[0]
+                finally:
+                    busy.discard(shift.index)
+
+            return move
+
+        with hooks([(self.layers[shift.index].module, hook(shift)) for shift in shifts]):
+            yield
+        if waiting:
+            names = ", ".join(self.layers[index].label for index in sorted(waiting))
+            raise StepError(f"{names} was not run in a pass that was to move it.")
+
+    def call(self, index: int, args: Any, kwargs: Any, output: Tensor) -> Call:
+        return Call(args, kwargs, output, self.marks[index])
+
+
+@contextmanager
+def hooks(wanted: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Forward hooks, while it lasts."""
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in wanted]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def no_losses(clean: Clean, moves: int, repeats: int) -> Tensor:
+    """The losses of an empty batch."""
+    return torch.zeros(moves, repeats, 0, dtype=clean.losses.dtype, device=clean.losses.device)

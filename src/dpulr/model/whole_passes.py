@@ -1,0 +1,80 @@
+"""Whole passes: for a model that can't be taken apart. A hook replaces the layer's output on the way: the same losses, slower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpulr.model.batches import call_on_copy, copied, count, join, row
+from dpulr.model.layers import Call
+from dpulr.model.passes import Clean, Move, Passes, hooks
+from dpulr.model.trained_layers import refuse_calls
+
+
+class HookedPasses(Passes):
+    """Runs the whole model, once per layer that is moved."""
+
+    def clean(self, inputs: Any, targets: Any) -> Clean:
+        seen: list[list[Call]] = [[] for _ in self.layers]
+
+        def note(index: int) -> Any:
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                seen[index].append(self.call(index, *copied((args, kwargs, output))))
+
+            return hook
+
+        with hooks([(layer.module, note(i)) for i, layer in enumerate(self.layers)]):
+            output = call_on_copy(self.model, inputs)
+        for layer, calls in zip(self.layers, seen, strict=True):
+            refuse_calls(layer, len(calls))
+        return Clean(inputs, targets, self.loss_fn(output, targets), [calls[0] for calls in seen], output)
+
+    def losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
+        return torch.stack([self._moved_losses(clean, move) for move in moves])
+
+    def _moved_losses(self, clean: Clean, move: Move) -> Tensor:
+        """(repeats, records)."""
+        repeats, records = move.moved.shape[:2]
+        if records == 0:
+            return clean.losses.new_zeros(repeats, 0)
+        with self.shifted(move.also):
+            output = self._output_with(move.index, move.moved.flatten(0, 1), clean.tiled_inputs(repeats))
+        return self.loss_fn(output, clean.tiled_targets(repeats)).view(repeats, records)
+
+    def _output_with(self, index: int, moved: Tensor, inputs: Any) -> Any:
+        """The model's output when this layer's is replaced."""
+        if self.layers[index].module is self.model:
+            return moved
+
+        def replace(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
+            return moved
+
+        with hooks([(self.layers[index].module, replace)]):
+            return call_on_copy(self.model, inputs)
+
+
+class RecordwisePasses(HookedPasses):
+    """Runs the whole model on one record at a time: where it branches on values, a record's branch is then its own."""
+
+    def clean(self, inputs: Any, targets: Any) -> Clean:
+        parts = [super(RecordwisePasses, self).clean(*row((inputs, targets), i)) for i in range(count(targets))]
+        calls = [
+            self.call(i, *join([(call.args, call.kwargs, call.output) for call in calls]))
+            for i, calls in enumerate(zip(*[part.calls for part in parts], strict=True))
+        ]
+        return Clean(inputs, targets, torch.cat([part.losses for part in parts]), calls, join([part.output for part in parts]))
+
+    def _moved_losses(self, clean: Clean, move: Move) -> Tensor:
+        repeats, records = move.moved.shape[:2]
+        batch = [row((clean.inputs, clean.targets), i) for i in range(records)]
+        losses = []
+        for r in range(repeats):
+            for i, (inputs, targets) in enumerate(batch):
+                one = move.one(r, i)
+                with self.shifted(one.also):
+                    output = self._output_with(one.index, one.moved[0], inputs)
+                losses.append(self.loss_fn(output, targets))
+        return torch.cat(losses).view(repeats, records) if losses else clean.losses.new_zeros(repeats, records)
