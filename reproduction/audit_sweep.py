@@ -194,12 +194,9 @@ def _table(group: str, rows: list[Row]) -> str:
             bounds = [f"{row['delta']:g}", up(row["claimed_epsilon"], 3), down(row["lower_bound"]), curve]
             cells = [name, row["canary"], *bounds, f"{row['measured'] / row['claimed_epsilon']:.0%}"]
         else:
-            cells = [
-                name,
-                "-" if group == "bugs" else row["canary"],
-                row["verdict"],
-                f"{up(row['noise_factor'], 3)} of the claimed",
-            ]
+            factor = row["noise_factor"]
+            noise = "-" if factor is None else f"{up(factor, 3)} of the claimed"
+            cells = [name, "-" if group == "bugs" else row["canary"], row["verdict"], noise]
         lines.append([*cells, f"{row['trials']:,}", row["attack"]])
     ends = ["trials", "best attack"]
     heads = ["setting", "canary", "delta", "claimed", "any truth", "its curve", "share"]

@@ -18,6 +18,7 @@ from dpulr import accounting
 from dpulr.accounting.rejection import odds
 from dpulr.errors import ModelRefused
 from dpulr.paper.mechanism import Paper
+from dpulr.randomness import RandomSource
 from dpulr.sampling import ShuffledSampling
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -77,21 +78,18 @@ def covariance() -> Numbers:
     return 100_352 * math.log(64 / math.sqrt(65 * (2 * 64 - 65))), 2 / (2 * 4**2)
 
 
-@erratum(
-    "sigma is itself a release",
-    "Standard deviation of the release of a batch of 64 in the features that it has, over 200 draws: {:.1f} without the odd "
-    "record, {:.1f} with it.",
-)
+@erratum("sigma is itself a release", "sigma of the first layer without the odd record: {:.5f}, with it: {:.5f}.")
 def sigma_is_released() -> Numbers:
-    spreads = []
+    sigmas = []
     for odd_one in (False, True):
         model, x, y = _toy(64, rare=0.01)
         if odd_one:
             x, y = torch.cat([x, 5 * torch.eye(6)[5:]]), torch.cat([y, y[:1]])
-        first = releases(Paper(target_std=4.0, sigma=1e3), model, TensorDataset(x, y), 200)[:, : _first_layer(model)]
-        weights = first[:, :30].reshape(len(first), 5, 6)
-        spreads.append(float(weights[:, :, :5].std(axis=0).mean()))
-    return tuple(spreads)
+        fitted = _engine(Paper(target_std=4.0, sigma=1e3), model, TensorDataset(x, y), 1).fitted
+        with torch.inference_mode():
+            total = fitted.sum_of_bounded_signals((x, y), fitted.draw_public(0), RandomSource(1).directions(x.device))
+        sigmas.append(total.controls[0].sigma)
+    return tuple(sigmas)
 
 
 @erratum("The Gaussian law is only asymptotic in K", "Kurtosis of a mean of K = 16 proxies: {:.2f}; a normal law has 3.")
@@ -155,7 +153,16 @@ def losses_that_mix() -> Numbers:
 # --- what they use --------------------------------------------------------------------------------------------------------
 def releases(mechanism: Paper, model: nn.Module, data: TensorDataset, steps: int) -> np.ndarray:
     """What the engine releases in so many steps on all of the data, on a model that stands still: sums, a row per step."""
-    engine = dpulr.PrivacyEngine(
+    engine = _engine(mechanism, model, data, steps)
+    heard: list[np.ndarray] = []
+    engine.on_release(lambda released: heard.append(released.values.double().cpu().numpy()))
+    for batch in engine.batches():
+        engine.step(*batch)
+    return np.stack(heard)
+
+
+def _engine(mechanism: Paper, model: nn.Module, data: TensorDataset, steps: int) -> dpulr.PrivacyEngine:
+    return dpulr.PrivacyEngine(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
         data,
@@ -166,11 +173,6 @@ def releases(mechanism: Paper, model: nn.Module, data: TensorDataset, steps: int
         steps=steps,
         insecure_noise_seed=1,
     )
-    heard: list[np.ndarray] = []
-    engine.on_release(lambda released: heard.append(released.values.cpu().numpy().copy()))
-    for batch in engine.batches():
-        engine.step(*batch)
-    return np.stack(heard)
 
 
 def _toy(records: int, rare: float = 1.0) -> tuple[nn.Sequential, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Mechanisms with a bug planted in them. The audit is worth something only if it refutes each: they are its own tests.
 
 Each bug changes one thing in what trains, and leaves the claim as it was (or, once, changes the claim alone). They are planted
-where anybody may plug in something of their own: a mechanism, a source of randomness, a claim.
+where anybody may put something of their own: a mechanism, a source of randomness, a model that is not checked, a claim.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpulr.audit.games import BatchGame, Game, RowsGame, linear_loss
+from dpulr.audit.games import BatchGame, Game, RowsGame, linear_loss, single_canary_game
 from dpulr.audit.one_step import play
 from dpulr.audit.verdict import Verdict
 from dpulr.mechanisms import Gaussian, HiddenDirection
-from dpulr.mechanisms.base import FittedMechanism
-from dpulr.randomness import RandomSource
+from dpulr.mechanisms.gaussian import FittedGaussian
+from dpulr.mechanisms.hidden_direction import FittedHiddenDirection
+from dpulr.model.forward import Forward
+from dpulr.plan import Plan
+from dpulr.randomness import GaussianNoise, RandomSource
 
 
 @dataclass(frozen=True)
@@ -36,117 +39,73 @@ class Bug:
         return replace(play(self.game(seed), canary=self.name, trials=trials, **options), settings={"bug": self.what})
 
 
-# --- randomness -----------------------------------------------------------------------------------------------------------
-class ChangedGenerator(np.random.Generator):
-    """A generator whose normal numbers go through `change` first."""
-
-    def __init__(self, inner: np.random.Generator, change: Callable[[np.ndarray], np.ndarray]) -> None:
-        super().__init__(inner.bit_generator)
-        self.change = change
-
-    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
-        return self.change(super().standard_normal(size, dtype, out))
+# --- mechanisms -----------------------------------------------------------------------------------------------------------
+class _HalvedNoise(FittedGaussian):
+    def privatise(self, total: Any, noise: Tensor) -> Tensor:
+        return super().privatise(total, noise / 2)
 
 
-class HalvedNoise(RandomSource):
-    def numpy(self, purpose: str) -> np.random.Generator:
-        rng = super().numpy(purpose)
-        return ChangedGenerator(rng, lambda numbers: numbers / 2) if purpose == "noise" else rng
+class HalvedNoise(Gaussian):
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedGaussian:
+        return _HalvedNoise(self, forward, plan, memory_limit=memory_limit, seed=seed)
 
 
+class _Unclipped(FittedGaussian):
+    def clip_factors(self, norms: Tensor) -> Tensor:
+        return torch.ones_like(norms)
+
+
+class Unclipped(Gaussian):
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedGaussian:
+        return _Unclipped(self, forward, plan, memory_limit=memory_limit, seed=seed)
+
+
+class _WideBits(FittedHiddenDirection):
+    def bit(self, difference: Tensor) -> Tensor:
+        return (difference / 0.05).clamp(-2, 2)
+
+
+class WideBits(HiddenDirection):
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
+        return _WideBits(self, forward, plan, memory_limit=memory_limit, seed=seed)
+
+
+# --- randomness and models ------------------------------------------------------------------------------------------------
 class RepeatedNoise(RandomSource):
     """Every draw of noise is handed out `times` times in a row: a generator that is restored on resuming, or always seeded anew."""
 
     times = 10**9
 
-    def numpy(self, purpose: str) -> np.random.Generator:
-        if purpose != "noise":
-            return super().numpy(purpose)
-        kept: list[np.ndarray] = []
-        count = 0
-
-        def again(numbers: np.ndarray) -> np.ndarray:
-            nonlocal count
-            if count % self.times == 0:
-                kept[:] = [numbers]
-            count += 1
-            return kept[0].copy()
-
-        return ChangedGenerator(np.random.default_rng(11), again)
+    def noise(self, size: int) -> GaussianNoise:
+        return _Repeated(size, np.random.default_rng(11), self.times)
 
 
 class NoiseTwice(RepeatedNoise):
     times = 2
 
 
-# --- mechanisms -----------------------------------------------------------------------------------------------------------
-class Planted(FittedMechanism):
-    """A fitted mechanism, with something changed by those who derive from this."""
+class _Repeated(GaussianNoise):
+    def __init__(self, size: int, rng: np.random.Generator, times: int) -> None:
+        super().__init__(size, rng)
+        self.times, self.left, self.last = times, 0, torch.empty(0)
 
-    def __init__(self, inner: FittedMechanism) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def draw_public(self, step: int) -> Any:
-        return self.inner.draw_public(step)
-
-    def sum_of_bounded_signals(self, batch: Any, public: Any, directions: Any) -> Any:
-        return self.inner.sum_of_bounded_signals(batch, public, directions)
-
-    def privatise(self, total: Any, noise: Tensor) -> Tensor:
-        return self.inner.privatise(total, noise)
-
-    def gradients(self, release: Tensor, public: Any, into: Any) -> None:
-        self.inner.gradients(release, public, into)
+    def draw(self) -> Tensor:
+        if self.left == 0:
+            self.last, self.left = super().draw(), self.times
+        self.left -= 1
+        return self.last.clone()
 
 
-_WIDE = 1e3
+class Standardise(nn.Module):
+    """Batch statistics: a record sees all others."""
 
-
-class _NoiseForOne(Planted):
-    def privatise(self, total: Any, noise: Tensor) -> Tensor:
-        return super().privatise(total, noise / _WIDE)
-
-
-class Unclipped(Gaussian):
-    """Clips so late that nothing is clipped, with the noise that a bound of 1 would need."""
-
-    def fit(self, forward: Any, plan: Any, **options: Any) -> FittedMechanism:
-        return _NoiseForOne(Gaussian(max_grad_norm=_WIDE).fit(forward, plan, **options))
-
-
-class _Doubled(Planted):
-    def privatise(self, total: Any, noise: Tensor) -> Tensor:
-        return super().privatise(2 * total, noise)
-
-
-class WideBits(HiddenDirection):
-    def fit(self, forward: Any, plan: Any, **options: Any) -> FittedMechanism:
-        return _Doubled(super().fit(forward, plan, **options))
-
-
-class _Standardised(Planted):
-    def sum_of_bounded_signals(self, batch: Any, public: Any, directions: Any) -> Any:
-        x, y = batch
-        return super().sum_of_bounded_signals(((x - x.mean(0)) / (x.std(0, correction=0) + 1e-3), y), public, directions)
-
-
-class Standardised(Gaussian):
-    """Inputs are standardised over the batch, behind the back of the check that refuses such models: a record sees all others."""
-
-    def fit(self, forward: Any, plan: Any, **options: Any) -> FittedMechanism:
-        return _Standardised(super().fit(forward, plan, **options))
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0, correction=0) + 1e-3)
 
 
 # --- games ----------------------------------------------------------------------------------------------------------------
 def halved(seed: int | None) -> Game:
-    return RowsGame("gaussian", dim=1, noise_multiplier=2.0, seed=seed, randomness=HalvedNoise)
+    return RowsGame(HalvedNoise(), dim=1, noise_multiplier=2.0, seed=seed)
 
 
 def unclipped(seed: int | None) -> Game:
@@ -154,7 +113,7 @@ def unclipped(seed: int | None) -> Game:
 
 
 def seed_reused(seed: int | None) -> Game:
-    return two_records(seed, randomness=RepeatedNoise)
+    return single_canary_game("gaussian", noise_multiplier=4.0, randomness=RepeatedNoise, seed=seed)
 
 
 def wide_bits(seed: int | None) -> Game:
@@ -162,7 +121,7 @@ def wide_bits(seed: int | None) -> Game:
 
 
 def resumed(seed: int | None) -> Game:
-    return two_records(seed, sample_rate=0.5, steps=2, randomness=NoiseTwice)
+    return single_canary_game("gaussian", noise_multiplier=4.0, sample_rate=0.5, steps=2, randomness=NoiseTwice, seed=seed)
 
 
 def credited_twice(seed: int | None) -> Game:
@@ -172,16 +131,18 @@ def credited_twice(seed: int | None) -> Game:
     return game
 
 
-def batch_statistics(seed: int | None, mechanism: Any = None) -> Game:
+def batch_statistics(seed: int | None, *, check_independence: bool = False) -> Game:
+    """The engine refuses such models, unless it is told not to look."""
     generator = torch.Generator().manual_seed(3)
     inputs = 1 + 0.1 * torch.randn(32, 4, generator=generator)
     return BatchGame(
-        mechanism or Standardised(),
-        model=nn.Sequential(nn.Linear(4, 1)),
+        "gaussian",
+        model=nn.Sequential(Standardise(), nn.Linear(4, 1)),
         loss_fn=linear_loss,
         records=(inputs, torch.full((32, 1), 100.0)),
         canary=(torch.full((4,), 1e3), torch.full((1,), 100.0)),
         noise_multiplier=4.0,
+        check_independence=check_independence,
         seed=seed,
     )
 
@@ -202,20 +163,6 @@ def shuffled(seed: int | None) -> Game:
         batch_size=10,
         sampling="shuffle",
         seed=seed,
-    )
-
-
-def two_records(seed: int | None, **options: Any) -> Game:
-    """A canary with a linear loss, in one dimension, beside one record whose loss is always 0."""
-    return BatchGame(
-        "gaussian",
-        model=nn.Sequential(nn.Linear(1, 1, bias=False)),
-        loss_fn=linear_loss,
-        records=(torch.ones(1, 1), torch.zeros(1, 1)),
-        canary=(torch.ones(1), torch.full((1,), 1e4)),
-        noise_multiplier=4.0,
-        seed=seed,
-        **options,
     )
 
 
