@@ -1,7 +1,7 @@
 """`PrivacyEngine`: private steps on a model that is never wrapped, with any torch optimizer.
 
-`step` reads from top to bottom: charge, draw in public, sum of bounded signals, noise, gradients, optimizer. The engine stops before
-the step that would exceed the target epsilon.
+`step` reads from top to bottom: charge, draw in public, sum of bounded signals, noise, gradients, optimizer. The engine stops
+before the step that would exceed the target epsilon.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class PrivacyEngine:
 
     Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the
     step that would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the
-    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead. `seed` is for public
-    randomness only. `randomness` replaces the source of secret randomness (an audit's); like `insecure_noise_seed`, it voids the
-    guarantee.
+    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
+    `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an audit); like
+    `insecure_noise_seed`, it voids the guarantee.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class PrivacyEngine:
         insecure_noise_seed: int | None = None,
         randomness: RandomSource | None = None,
         replay: Literal["auto", "trace", "hook"] = "auto",
-        check_independence: bool = True,
     ) -> None:
         source = _source(insecure_noise_seed, randomness)
         validate.whole_number("seed", seed, 0)
@@ -97,17 +96,9 @@ class PrivacyEngine:
             sampling=sampling,
             rejection_threshold=rejection_threshold,
             min_dataset_size=min_dataset_size,
-            void=source.reason_for_none if check_independence else "row independence was not checked (check_independence)",
+            void=source.reason_for_none,
         )
-        self.forward = prepare(
-            model,
-            loss_fn,
-            self.records.example,
-            device,
-            space=self.mechanism.space,
-            method=replay,
-            check_independence=check_independence,
-        )
+        self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
         check_labels(self.forward, self.records.all_targets(), self.records.example)
         self.plan: Plan = self.mechanism.plan(request, self.forward.sites)
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)

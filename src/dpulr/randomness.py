@@ -1,7 +1,7 @@
-"""Where secret randomness comes from: the operating system, one generator for each purpose.
+"""Where secret randomness comes from: a cipher (AES in counter mode), keyed by the operating system, one stream for each purpose.
 
 torch's CPU generator uses 32 bits of its seed only, and its float32 normals end at 5.77 standard deviations (docs/pitfalls.md).
-So batches, directions and noise on the CPU are drawn by numpy, seeded with 192 bits.
+So batches, directions and noise are drawn by numpy from 256 secret bits, and moved to the device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import numpy as np
 import torch
+from randomgen import AESCounter
 from torch import Tensor
 
 from dpulr.norms import row_norm
@@ -68,8 +69,10 @@ class SecretGenerator(np.random.Generator):
 _secret: weakref.WeakSet[SecretGenerator] = weakref.WeakSet()
 
 
-def _fresh() -> np.random.SFC64:
-    return np.random.SFC64(np.random.SeedSequence(secrets.randbits(256), pool_size=8))
+def _fresh() -> np.random.BitGenerator:
+    """A secret key, and a secret place to start counting."""
+    bits: np.random.BitGenerator = AESCounter(key=secrets.randbits(128), counter=secrets.randbits(128))
+    return bits
 
 
 _held: list[SecretGenerator] = []
@@ -133,9 +136,6 @@ class Directions:
 
     def __init__(self, rng: np.random.Generator, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
-        self._torch: torch.Generator | None = None
-        if device.type != "cpu":
-            self._torch = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
         self._expected: list[int] = []
         self._rng, self._ahead = rng, Ahead(lambda size: rng.standard_normal(size, dtype=np.float32))
 
@@ -145,17 +145,15 @@ class Directions:
         self._start_next()
 
     def _start_next(self) -> None:
-        size = self._expected.pop() if self._expected and self._torch is None else 0
+        size = self._expected.pop() if self._expected else 0
         if size >= _WORTH_A_THREAD:
             self._ahead.start(size)
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal."""
-        if self._torch is not None:
-            return torch.randn(shape, generator=self._torch, device=self.device, dtype=self.dtype)
         numbers = self._ahead.take(math.prod(shape))
         self._start_next()
-        return torch.from_numpy(numbers).view(shape).to(self.dtype)
+        return torch.from_numpy(numbers).view(shape).to(self.device, self.dtype)
 
     def sphere(self, *shape: int) -> Tensor:
         """Uniform on the unit sphere of the last axis."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -65,7 +65,7 @@ class Mechanism(ABC):
 
     @abstractmethod
     def passes(self, sites: Sequence[Site]) -> int | None:
-        """Forward passes of a batch per step, those from a layer on included; None if they vary. It follows from public settings."""
+        """Forward passes of a batch per step, those from a layer on included. None: they vary from step to step."""
 
     @abstractmethod
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedMechanism[Any]:
@@ -87,6 +87,11 @@ class FittedMechanism(ABC, Generic[Public]):
     size: int
     noise_std: float
     """Standard deviation of the noise on every number of the release."""
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """How many numbers of the release belong to each site; all of them to one, where there are no parts."""
+        return [self.size]
 
     @abstractmethod
     def draw_public(self, step: int) -> Public:
@@ -115,10 +120,13 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
         self.sites = [site.within(subspace) for site in forward.sites]
         self.noise_std, self.divisor = noise_std, plan.expected_batch_size
-        self._sizes = [site.size for site in self.sites]
-        self.size = sum(self._sizes)
+        self.size = sum(self.part_sizes)
         self.chunks = Chunks(forward, self.sites, self.size, memory_limit)
         self._bases = PublicBases(self.sites, torch.Generator().manual_seed(seed), self.dtype, self.device)
+
+    @cached_property
+    def part_sizes(self) -> list[int]:
+        return [site.size for site in self.sites]
 
     def draw_public(self, step: int) -> Bases:
         return self._bases.draw()
@@ -152,7 +160,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """The sites' parts of a release."""
-        return list(flat.split_with_sizes(self._sizes))
+        return list(flat.split_with_sizes(self.part_sizes))
 
 
 def weighted(factors: Tensor, z: Tensor) -> Tensor:

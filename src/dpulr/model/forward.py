@@ -90,7 +90,7 @@ class Forward:
             each_alone(product(range(clean.records), range(len(moves)), range(repeats)), one)
             return losses
 
-        alive = [move.index for move in moves]
+        alive = [move.site_index for move in moves]
         return together_or_apart(lambda: self.passes.losses(clean, moves), apart, lambda: self.check_alive(alive))
 
     def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
