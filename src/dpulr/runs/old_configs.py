@@ -40,5 +40,5 @@ def _hidden_direction(options: Mapping[str, Any]) -> dict[str, Any]:
 def _refused(name: str, value: object, what: str) -> UsageError:
     return UsageError(
         f"this is a run of dpulr {OLD} with {what} ({name} = {value!r}), which later versions do not have. "
-        f"Install dpulr=={OLD} to go on with it."
+        f"Go on with it by version {OLD}."
     )

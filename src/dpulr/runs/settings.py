@@ -4,19 +4,47 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from dpulr import __version__
+from dpulr import __version__, validate
 from dpulr.errors import UsageError
 from dpulr.runs.old_configs import upgraded
 
+Check = Callable[[str, Any], object]
 
-def _option(default: Any, help: str, **limits: Any) -> Any:
-    """A setting with its help text, and what its value must be: `least`, `above`, `below`, `most` or `words`."""
-    return field(default=default, metadata={"help": help, "limits": limits})
+
+def _option(default: Any, help: str, check: Check | None = None) -> Any:
+    """A setting with its help text and the check of its values (None is not checked)."""
+    return field(default=default, metadata={"help": help, "check": check})
+
+
+def _at_least(least: int) -> Check:
+    return lambda name, value: validate.whole_number(name, value, least)
+
+
+def _word(*words: str) -> Check:
+    return lambda name, value: validate.one_of(name, value, words)
+
+
+def _delta(name: str, value: float) -> None:
+    validate.delta(value, name)
+
+
+def _noise(name: str, value: float) -> None:
+    validate.at_least(name, value, 0)
+
+
+def _momentum(name: str, value: float) -> None:
+    if value != 0:
+        validate.fraction(name, value)
+
+
+def _threshold(name: str, value: int | str) -> None:
+    if value != "auto":
+        validate.whole_number(name, value, 0)
 
 
 @dataclass(frozen=True)
@@ -28,24 +56,26 @@ class Settings:
 
     dataset: str = _option("mnist", "Data set: mnist, fashion-mnist, cifar10, or package.module:function returning (train, test).")
     model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
-    mechanism: str = _option("hidden-direction", "hidden-direction, gaussian or zeroth-order; paper, whose epsilon is nominal only.")
-    repeats: int | None = _option(8, "Perturbations per record, layer and step.", least=1)
-    batch_size: int = _option(2_000, "Expected size of a batch.", least=1)
-    epochs: float = _option(10.0, "How often a record is seen on average.", above=0, most=1e9)
-    steps: int | None = _option(None, "Number of steps, instead of --epochs.", least=1)
-    target_epsilon: float | None = _option(1.0, "The budget. The noise is calibrated to it, and training never exceeds it.", above=0)
-    target_delta: float = _option(1e-5, "Delta of the guarantee.", above=0, below=1)
-    noise_multiplier: float | None = _option(None, "Noise, instead of the calibrated one. The budget still holds.", least=0)
-    learning_rate: float = _option(0.4, "Learning rate at the start.", above=0)
-    momentum: float = _option(0.9, "Momentum of SGD.", least=0, below=1)
-    schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", words=("cosine", "constant"))
-    holdout: int = _option(0, "Test on this many records taken from the end of the training set: for choosing settings.", least=0)
-    sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.", words=("poisson", "shuffle"))
-    rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.", least=0, words=("auto",))
-    min_dataset_size: int | None = _option(None, "Public lower bound on the size of the data set, for rejection.", least=1)
-    seed: int = _option(0, "Public randomness only: initial weights, subspaces.", least=0, below=2**32)
-    insecure_noise_seed: int | None = _option(None, "Repeatable noise, for tests: voids the guarantee.", least=0)
-    evaluations: int = _option(20, "How often the held-out data is evaluated and a checkpoint written.", least=1)
+    mechanism: str = _option(
+        "hidden-direction", "hidden-direction, gaussian or zeroth-order; paper, whose epsilon is nominal only."
+    )
+    repeats: int | None = _option(8, "Perturbations per record, layer and step.", _at_least(1))
+    batch_size: int = _option(2_000, "Expected size of a batch.", _at_least(1))
+    epochs: float = _option(10.0, "How often a record is seen on average.", validate.positive)
+    steps: int | None = _option(None, "Number of steps, instead of --epochs.", _at_least(1))
+    target_epsilon: float | None = _option(1.0, "The budget, never exceeded. The noise is calibrated to it.", validate.positive)
+    target_delta: float = _option(1e-5, "Delta of the guarantee.", _delta)
+    noise_multiplier: float | None = _option(None, "Noise, instead of the calibrated one. The budget still holds.", _noise)
+    learning_rate: float = _option(0.4, "Learning rate at the start.", validate.positive)
+    momentum: float = _option(0.9, "Momentum of SGD.", _momentum)
+    schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
+    holdout: int = _option(0, "Test on the last n training records instead: for choosing settings.", _at_least(0))
+    sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.", _word("poisson", "shuffle"))
+    rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.", _threshold)
+    min_dataset_size: int | None = _option(None, "Public lower bound on the size of the data set, for rejection.", _at_least(1))
+    seed: int = _option(0, "Public randomness only: initial weights, subspaces.", _at_least(0))
+    insecure_noise_seed: int | None = _option(None, "Repeatable noise, for tests: voids the guarantee.", _at_least(0))
+    evaluations: int = _option(20, "How often the held-out data is evaluated and a checkpoint written.", _at_least(1))
     mechanism_options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "Further settings of the mechanism, by --set mechanism.NAME=VALUE."}
     )
@@ -53,8 +83,11 @@ class Settings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = _converted(item.name, getattr(self, item.name))
-            _check(item.name, value, item.metadata.get("limits", {}))
+            if value is not None and item.metadata.get("check") is not None:
+                item.metadata["check"](item.name, value)
             object.__setattr__(self, item.name, value)
+        if self.seed >= 2**32:
+            raise UsageError(f"seed is {self.seed}; it must be a whole number from 0 to 2^32 - 1.")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -154,6 +187,11 @@ def _table(value: object) -> Mapping[str, Any]:
     return value
 
 
+def keys_of(sets: Iterable[str]) -> list[str]:
+    """The settings that `key=value` pairs name."""
+    return [name for name, _ in map(_pair, sets)]
+
+
 def _pair(text: str) -> tuple[str, Any]:
     """`key=value`, the value as in TOML; what is not TOML is taken as a word."""
     name, sign, value = text.partition("=")
@@ -194,25 +232,6 @@ def types_of(name: str) -> tuple[type[Any], ...]:
     hint = get_type_hints(Settings)[name]
     kinds = get_args(hint) if get_origin(hint) is not dict and get_args(hint) else (get_origin(hint) or hint,)
     return tuple(kinds)
-
-
-def _check(name: str, value: Any, limits: Mapping[str, Any]) -> None:
-    if isinstance(value, str):
-        words = limits.get("words")
-        if words is not None and value not in words:
-            number = "a whole number or " if "least" in limits else ""
-            raise UsageError(f"{name} is {_short(value)}; it must be {number}{' or '.join(map(repr, words))}.")
-        return
-    if value is None:
-        return
-    for limit, words, holds in (
-        ("least", "at least", lambda bound: value >= bound),
-        ("above", "above", lambda bound: value > bound),
-        ("below", "below", lambda bound: value < bound),
-        ("most", "at most", lambda bound: value <= bound),
-    ):
-        if limit in limits and not holds(limits[limit]):
-            raise UsageError(f"{name} is {_short(value)}; it must be {words} {limits[limit]}.")
 
 
 def _plain(name: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from dpulr import __version__
-from dpulr.runs.numbers import up
+from dpulr.accounting.rounding import up
 from dpulr.runs.report.charts import COLOURS, Axis, Series, bar_chart, line_chart
 from dpulr.runs.report.gather import RunData
 
