@@ -38,7 +38,11 @@ def found(runs: Iterable[Run]) -> list[Result]:
 def described(file: str, **changes: Any) -> list[Result]:
     """Results by what their descriptions say: for settings that the package no longer has."""
     wanted = [(name, _plain(value)) for name, value in changes.items()]
-    return [result for result in _read(folder() / file) if all(_plain(result["run"].get(name)) == value for name, value in wanted)]
+    return [
+        result
+        for result in _known(folder() / file).values()
+        if all(_plain(result["run"].get(name)) == value for name, value in wanted)
+    ]
 
 
 def add(run: Run, result: Result) -> None:
@@ -75,18 +79,13 @@ def mean_and_spread(results: Iterable[Result]) -> tuple[float, float]:
 
 
 def _known(file: Path) -> dict[str, Result]:
-    return {key(result["run"]): result for result in _read(file)}
-
-
-def _read(file: Path) -> list[Result]:
-    return _parsed(file, file.stat().st_mtime_ns) if file.exists() else []
+    return _read(file, file.stat().st_mtime_ns) if file.exists() else {}
 
 
 @lru_cache(maxsize=8)
-def _parsed(file: Path, changed: int) -> list[Result]:
+def _read(file: Path, changed: int) -> dict[str, Result]:
     """The file as it was at a time: tables ask for the same one again and again."""
-    found: list[Result] = json.loads(file.read_text())
-    return found
+    return {key(result["run"]): result for result in json.loads(file.read_text())}
 
 
 def _plain(value: Any) -> Any:
