@@ -11,8 +11,9 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import NoReturn
 
@@ -53,6 +54,10 @@ class RandomSource:
 
     def noise(self, size: int) -> GaussianNoise:
         return GaussianNoise(size, self.numpy("noise"))
+
+    def model_randomness(self, device: torch.device) -> AbstractContextManager[None]:
+        """While it lasts, what a model draws by itself is secret. With an insecure seed: torch's own generators, as they are."""
+        return secret_model_randomness(device) if self.insecure_seed is None else nullcontext()
 
 
 class SecretGenerator(np.random.Generator):
@@ -195,3 +200,35 @@ class GaussianNoise:
         """A fresh float64 vector. No draw is ever returned twice."""
         self.prepare()
         return torch.from_numpy(self._ahead.take(self.size))
+
+
+_TWISTER_WORDS, _TWISTER_OFFSET = 624, 24
+_TWISTER_TEMPLATE = torch.Generator().manual_seed(0).get_state()
+
+
+@contextmanager
+def secret_model_randomness(device: torch.device) -> Iterator[None]:
+    """Whatever a model draws (dropout, noise layers) comes from a fresh secret state; torch's own generators are put back after.
+
+    On the CPU all 624 words of its generator are the operating system's; an accelerator's generator takes a seed of 64 bits.
+    """
+    before = torch.default_generator.get_state()
+    elsewhere = None if device.type == "cpu" else torch.get_device_module(device)
+    there = None if elsewhere is None else elsewhere.get_rng_state(device)
+    try:
+        torch.default_generator.set_state(secret_torch_state())
+        if elsewhere is not None:
+            elsewhere.manual_seed(secrets.randbits(63))
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+        if elsewhere is not None:
+            elsewhere.set_rng_state(there, device)
+
+
+def secret_torch_state() -> Tensor:
+    """A state of torch's CPU generator (a Mersenne twister) whose words are the operating system's."""
+    state = _TWISTER_TEMPLATE.clone()
+    words = state[_TWISTER_OFFSET : _TWISTER_OFFSET + 8 * _TWISTER_WORDS].numpy().view(np.uint64)
+    words[:] = np.frombuffer(secrets.token_bytes(4 * _TWISTER_WORDS), dtype=np.uint32)
+    return state
