@@ -139,7 +139,9 @@ def growth(rounds: int, least: float) -> dict[str, dict[str, Any]]:
     ) -> tuple[float, float]:
         data = torch.utils.data.TensorDataset(torch.randn(20_000, width), torch.randint(0, 10, (20_000,)))
         steps = {
-            "hidden": ours(dpulr.HiddenDirection(repeats=repeats, groups=groups))(deep(layers, width), data, batch),
+            "hidden": ours(dpulr.HiddenDirection(repeats=repeats, groups=groups, antithetic=True))(
+                deep(layers, width), data, batch
+            ),
             "plain": plain(deep(layers, width), data, batch),
         }
         times = measure(steps, rounds, least)

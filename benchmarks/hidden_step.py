@@ -17,14 +17,16 @@ from benchmarks import results
 from benchmarks.timing import stepped, timed
 from dpulr.randomness import Directions
 
+FITTED = "dpulr.mechanisms.hidden_direction:FittedHiddenDirection"
 PARTS = {
-    "batch": ["dpulr.sampling:PoissonSampling.draw", "dpulr.sampling:Records.take"],
-    "clean pass": ["dpulr.model.replay:TracedForward.surviving"],
+    "batch": ["dpulr.sampling:PoissonSampling.draw", "dpulr.records:Records.take"],
+    "clean pass": ["dpulr.model.forward:Forward.clean"],
     "directions": ["dpulr.randomness:Directions.spheres"],
-    "replay": ["dpulr.model.replay:TracedForward.all_losses"],
-    "signals": ["dpulr.mechanisms.hidden_direction:FittedHiddenDirection.sum_of_bounded_signals"],
-    "noise": ["dpulr.randomness:GaussianNoise.draw", "dpulr.mechanisms.hidden_direction:FittedHiddenDirection.privatise"],
-    "lift": ["dpulr.mechanisms.hidden_direction:FittedHiddenDirection.gradients"],
+    "replay": ["dpulr.model.forward:Forward.all_losses"],
+    "perturbing": [f"{FITTED}.move"],
+    "sum": [f"{FITTED}.sum_of_bounded_signals"],
+    "noise": ["dpulr.randomness:GaussianNoise.draw", f"{FITTED}.privatise"],
+    "lift": [f"{FITTED}.gradients"],
     "optimizer": ["torch.optim:SGD.step"],
 }
 CASES = [(1, 64, 300), (1, 200, 300), (1, 500, 200), (1, 2_000, 60), (16, 2_000, 10)]
@@ -35,7 +37,7 @@ def rows() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     train, _ = dpulr.data.load("mnist")
     spent: dict[str, float] = defaultdict(float)
-    Directions.plan = lambda self, sizes: None  # type: ignore[method-assign]  # all of it in this thread, to be counted
+    Directions.expect = lambda self, sizes: None  # type: ignore[method-assign]  # all of it in this thread, to be counted
     timed(PARTS, spent)
     found = []
     for repeats, batch, steps in CASES:

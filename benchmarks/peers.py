@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from reproduction.opacus import Mode, private_steps
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -45,8 +44,10 @@ def plain(model: nn.Module, data: TensorDataset, batch: int) -> Step:
     return step
 
 
-def opacus(mode: Mode) -> Callable[[nn.Module, TensorDataset, int], Step]:
+def opacus(mode: Literal["ghost", "hooks"]) -> Callable[[nn.Module, TensorDataset, int], Step]:
     def make(model: nn.Module, data: TensorDataset, batch: int) -> Step:
+        from reproduction.opacus import private_steps  # here, so that measuring memory loads nothing of it
+
         steps = private_steps(model, optimizer(model), data, batch_size=batch, noise_multiplier=NOISE, mode=mode)
         return lambda: next(steps)
 
@@ -176,9 +177,9 @@ def peers() -> dict[str, Callable[[nn.Module, TensorDataset, int], Step]]:
         "plain SGD": plain,
         "Opacus, ghost": opacus("ghost"),
         "Opacus, hooks": opacus("hooks"),
-        "hidden-direction, K = 1": ours(hidden()),
+        "hidden-direction, K = 1": ours(hidden(antithetic=True)),
         "hidden-direction, K = 1, one-sided": ours(hidden(antithetic=False)),
-        "hidden-direction, K = 4": ours(hidden(repeats=4)),
+        "hidden-direction, K = 4": ours(hidden(repeats=4, antithetic=True)),
         "gaussian, 16 pairs": ours(dpulr.Gaussian(repeats=16)),
         "zeroth-order, 16 directions": ours(dpulr.ZerothOrder(repeats=16)),
         "paper, K = 16": ours(dpulr.Paper(target_std=NOISE, repeats=16, remedy="extra-noise"), None),
