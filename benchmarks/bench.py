@@ -63,7 +63,9 @@ def goals() -> list[Goal]:
 def cases() -> dict[str, tuple[Any, Any, int, list[str]]]:
     """Name: (model, data, batch, peers)."""
     few = [PLAIN, GHOST, HOOKS, ONE, "hidden-direction, K = 1, one-sided", FOUR, "floor of hidden-direction, K = 1"]
-    table = {f"mlp, batch {batch}": (dpulr.models.mlp, mnist_like, batch, few) for batch in (64, 200, 2_000)}
+    table: dict[str, tuple[Any, Any, int, list[str]]] = {
+        f"mlp, batch {batch}": (dpulr.models.mlp, mnist_like, batch, few) for batch in (64, 200, 2_000)
+    }
     table["mlp, batch 500"] = (dpulr.models.mlp, mnist_like, 500, list(peers()))
     table["resnet5, batch 500"] = (dpulr.models.resnet5, cifar_like, 500, [PLAIN, GHOST, HOOKS, *few[3:6]])
     return table

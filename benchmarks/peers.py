@@ -6,7 +6,7 @@ A step means sampling, gradients, noise and optimizer. All peers hold the data i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +31,7 @@ def plain(model: nn.Module, data: TensorDataset, batch: int) -> Step:
 
     def batches() -> Iterator[Tensor]:
         while True:
-            yield from torch.randperm(len(targets))[: len(targets) // batch * batch].split(batch)
+            yield from torch.randperm(len(targets))[: len(targets) // batch * batch].view(-1, batch)
 
     indices = batches()
 
@@ -197,6 +197,6 @@ def cifar_like(records: int = 4_000) -> TensorDataset:
     return TensorDataset(torch.randn(records, 3, 32, 32), torch.randint(0, 10, (records,)))
 
 
-def exponent(x: list[float], y: list[float]) -> float:
+def exponent(x: Sequence[float], y: Sequence[float]) -> float:
     """Slope in logarithms: how a cost grows."""
     return float(np.polyfit([math.log(v) for v in x], [math.log(v) for v in y], 1)[0])

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks import page as performance
+
 import reproduction
 from reproduction import audit_sweep, certified, errata, figure_bound, options, paper_figures, paper_tables, results_file
 from reproduction.pages import differs, fill
@@ -32,18 +34,14 @@ def paper_parts() -> dict[str, str]:
         "model-size": paper_tables.model_size(epochs=SIZE_EPOCHS),
         "cifar": paper_tables.listing(cifar),
         "baselines": paper_tables.baselines(epochs=BASELINES_EPOCHS),
-        "cost": _bench().paper_cost(),
+        "cost": performance.paper_cost(),
     }
-
-
-def performance_parts() -> dict[str, str]:
-    return _bench().parts()
 
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "results.md": results_parts,
     "paper.md": paper_parts,
-    "performance.md": performance_parts,
+    "performance.md": performance.parts,
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
 }
@@ -66,7 +64,7 @@ def draw(images: Path = reproduction.DOCS / "images") -> None:
     paper_figures.draw_dynamics(draw_data(), images / "paper-dynamics.png")
     paper_figures.draw_cifar(images / "paper-cifar.png", epochs=CIFAR_EPOCHS)
     audit_sweep.pictures(images)
-    _bench().draw(images)
+    performance.draw(images)
 
 
 def draw_data() -> list[dict[str, object]]:
@@ -80,9 +78,3 @@ def draw_bound(images: Path = reproduction.DOCS / "images") -> None:
     points = figure_bound.bound_points()
     (results_file.folder() / "figure-bound.json").write_text(json.dumps([asdict(point) for point in points]) + "\n")
     figure_bound.draw(points, str(images / "paper-bound.png"))
-
-
-def _bench():  # type: ignore[no-untyped-def]
-    from benchmarks import page
-
-    return page

@@ -141,7 +141,8 @@ def losses_that_mix() -> Numbers:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def contrast(output: Tensor, target: Tensor) -> Tensor:
-        return LOSS(output, target) - LOSS(output, target).mean()
+        losses: Tensor = LOSS(output, target)
+        return losses - losses.mean()
 
     try:
         dpulr.PrivacyEngine(model, optimizer, TensorDataset(x, y), contrast, batch_size=8, steps=1, noise_multiplier=1.0)

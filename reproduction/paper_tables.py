@@ -45,7 +45,8 @@ def model_size_runs(batch: int, model: str, seed: int, epochs: int = EPOCHS, **c
 def cifar_runs(label: str, seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:
     common: dict[str, Any] = {"dataset": "cifar10", "model": "resnet5", "epochs": epochs, "seed": seed}
     method: Any = "dp-sgd" if label == "dp-sgd" else "dp-ulr"
-    return [paper_run(method, *CIFAR[label], **common, **({"repeats": CIFAR_REPEATS, "sigma": SIGMA} | changes))]
+    batch, sigma0 = CIFAR[label]
+    return [paper_run(method, batch, sigma0, **(common | {"repeats": CIFAR_REPEATS, "sigma": SIGMA} | changes))]
 
 
 def repeats_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:

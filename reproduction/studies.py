@@ -38,8 +38,8 @@ class Study:
     usual: tuple[str, ...] = ()
     changeable: bool = True
 
-    def choice(self, **given: Any) -> Choice:
-        return Choice(**({"labels": self.usual or self.labels, "seeds": 1, "epochs": self.epochs} | given))
+    def choice(self, seeds: int = 1) -> Choice:
+        return Choice(self.usual or self.labels, seeds, self.epochs)
 
     def runs(self, choice: Choice) -> list[Run]:
         return [run for stage in self.stages(choice) for run in stage]
