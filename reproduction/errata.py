@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ ERRATA: list[Erratum] = []
 
 def erratum(title: str, sentence: str) -> Callable[[Callable[[], Numbers]], Callable[[], Numbers]]:
     def add(compute: Callable[[], Numbers]) -> Callable[[], Numbers]:
-        ERRATA.append(Erratum(title, sentence, compute))
+        ERRATA.append(Erratum(title, sentence, cache(compute)))
         return compute
 
     return add
