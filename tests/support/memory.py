@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from torch import Tensor
@@ -11,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak` is the most that tensors held at one time, of those that were made or first seen since the start."""
+    """`peak` is the most that tensors held at one time, of those that were not there before the start."""
 
-    def __init__(self, *known: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.known = {_key(leaf) for leaf in pytree.tree_leaves(known) if isinstance(leaf, Tensor)}
+        self.held = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]  # so that no address is used again
+        self.known = {_key(tensor) for tensor in self.held}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
