@@ -134,6 +134,11 @@ def total(fitted: Any, inputs: Any, targets: Any, seed: int = 1, public: Any = N
         return fitted.sum_of_bounded_signals((inputs, targets), public, directions(seed, fitted.forward.dtype))
 
 
+def parts_of(fitted: Any, inputs: Any, targets: Any, seed: int = 1) -> list[Tensor]:
+    """`total`, part by part of the release."""
+    return [part.clone() for part in fitted.parts(total(fitted, inputs, targets, seed))]
+
+
 def directions(seed: int, dtype: torch.dtype = torch.float32) -> Any:
     return RandomSource(seed).directions(CPU, dtype)
 
