@@ -98,7 +98,7 @@ class FittedMechanism(ABC, Generic[Public]):
 
     def privatise(self, total: Any, noise: Tensor) -> Tensor:
         """Here noise is added. What comes out may be seen by everybody. `noise` is standard normal, in float64."""
-        flat: Tensor = total.double()
+        flat: Tensor = total.to(torch.float64, copy=True)  # the sum itself stays as it is
         return flat.add_(noise, alpha=self.noise_std)
 
     @abstractmethod
