@@ -58,6 +58,7 @@ def test_noise_reaches_beyond_eight_standard_deviations(size: float) -> None:
     assert abs(value) == pytest.approx(size, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_tails_have_the_right_weight() -> None:
     """10^8 draws, |z| > 5 expected 57 times. False-alarm rate 1e-6."""
     noise, expected = GaussianNoise(10_000_000, RandomSource(11).numpy("noise")), 1e8 * 2 * normal.sf(5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import CPU, LOSS, engine, points
+from tests.support.core import CPU, LOSS, engine, named, points
 from tests.support.own_mechanism import CoordinateDifferences
 from torch import Tensor, nn
 
@@ -63,7 +63,9 @@ def built(mechanism: Mechanism) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(5, 5) if isinstance(m, nn.PReLU) and mechanism.space == "output" else m for m in model()])
 
 
-@pytest.mark.parametrize(("mechanism", "passes"), CASES, ids=lambda value: str(value) if isinstance(value, Mechanism) else "")
+@pytest.mark.parametrize(
+    ("mechanism", "passes"), CASES, ids=lambda value: named(value) if isinstance(value, Mechanism) else str(value)
+)
 @pytest.mark.filterwarnings("ignore:the batch's gradients have no noise")
 def test_passes_are_what_a_step_takes(mechanism: Mechanism, passes: int) -> None:
     """Whole passes (no replay from a layer on), so that every one of them goes through the counter."""
@@ -77,7 +79,7 @@ def test_passes_are_what_a_step_takes(mechanism: Mechanism, passes: int) -> None
     assert counted[0].rows == passes * len(batch[0])
 
 
-@pytest.mark.parametrize("mechanism", [HIDDEN(repeats=2), HIDDEN(repeats=2, antithetic=True), GAUSSIAN(repeats=2)], ids=str)
+@pytest.mark.parametrize("mechanism", [HIDDEN(repeats=2), HIDDEN(repeats=2, antithetic=True), GAUSSIAN(repeats=2)], ids=named)
 def test_a_memory_limit_splits_passes_but_adds_none(mechanism: Mechanism) -> None:
     counted = built(mechanism)
     private = engine(counted, points(60), mechanism=mechanism, replay="hook", batch_size=50, steps=1, memory_limit=30_000)

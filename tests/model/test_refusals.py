@@ -260,6 +260,7 @@ class Mixed(nn.Module):
             return self.head(self.first(x)).float()
 
 
+@pytest.mark.filterwarnings("ignore:running whole forward passes")
 def test_half_precision_inside_the_model_is_refused() -> None:
     refused(ModelRefused, r"'first' \(Linear\) sees or returns values of type torch.bfloat16", Mixed())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,13 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     x, y = data.tensors
     with torch.no_grad():
         return (model(x).argmax(1) == y).double().mean().item()
+
+
+def named(mechanism: Mechanism) -> str:
+    """The name of a mechanism and the settings that are not its defaults, for the names of tests."""
+    plain = type(mechanism)()
+    changed = {field.name: getattr(mechanism, field.name) for field in dataclasses.fields(mechanism)}
+    return " ".join([mechanism.name, *(f"{k}={v}" for k, v in changed.items() if v != getattr(plain, k))])
 
 
 # --- fitted mechanisms ----------------------------------------------------------------------------------------------------
