@@ -96,8 +96,8 @@ class Request:
             validate.whole_number("min_dataset_size", self.min_dataset_size)
             if not self.min_dataset_size < self.records:
                 raise InvalidArgument(
-                    f"min_dataset_size is {self.min_dataset_size}, but the data set has {self.records} records: without one of them "
-                    f"it has {self.records - 1}. It must be at least 1 and no larger than that."
+                    f"min_dataset_size is {self.min_dataset_size}, but the data set has {self.records} records: without one of "
+                    f"them it has {self.records - 1}. It must be at least 1 and no larger than that."
                 )
         if self.sampling == "poisson" and self.rejection_threshold != "auto":
             PoissonSampling(self.rate, self.rejection_threshold).check(self.smaller_neighbour)

@@ -7,8 +7,8 @@ import pytest
 from scipy import special, stats
 
 from dpulr.accounting import GaussianRelease, HiddenDirectionRelease, HiddenSite, SampledStep
+from dpulr.accounting.likelihood import hidden_log_ratio, hidden_log_ratio_exact
 from dpulr.audit.claims import Claim, largest_refuted, refuted
-from dpulr.audit.ratios import hidden_log_ratio, hidden_log_ratio_exact
 
 RATES = np.array([1e-5, 1e-3, 0.02, 0.3, 0.9])
 

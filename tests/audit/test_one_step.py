@@ -16,9 +16,9 @@ from torch import nn
 
 import dpulr
 from dpulr.audit import BatchGame, RowsGame
-from dpulr.audit.games import linear_loss
-from dpulr.audit.one_step import lone, whole_space
+from dpulr.audit.games import linear_loss, single_canary_game
 from dpulr.audit.verdict import judge
+from dpulr.mechanisms import kind_of
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from dpulr.audit.verdict import judge
 )
 def test_tight_for_the_worst_case(mechanism: str, dim: int, noise: float, trials: int) -> None:
     """At least 80 % of the claim: at delta 1e-5 by its curve, at delta 0.01 whatever the truth is."""
-    game = RowsGame(whole_space(mechanism), dim=dim, noise_multiplier=noise, seed=3)
+    game = RowsGame(kind_of(mechanism).worst_case().mechanism, dim=dim, noise_multiplier=noise, seed=3)
     out, inside = game.features(trials)
     curve, plain = (
         judge(out, inside, game.attacks(), game.claim, mechanism=mechanism, canary="crafted", delta=delta) for delta in (1e-5, 0.01)
@@ -39,24 +39,11 @@ def test_tight_for_the_worst_case(mechanism: str, dim: int, noise: float, trials
     assert str(curve).startswith("holds (measured ")
 
 
-@pytest.mark.parametrize("mechanism", ["gaussian", "hidden-direction", "opacus"])
+@pytest.mark.parametrize("mechanism", ["gaussian", "hidden-direction"])
 def test_sampling_and_several_steps(mechanism: str) -> None:
     verdict = dpulr.audit.one_step(mechanism, noise_multiplier=0.5, sample_rate=0.2, steps=3, trials=20_000, seed=1)
     assert not verdict.broken
     assert verdict.measured > 0.3 * verdict.claimed_epsilon
-
-
-@pytest.mark.parametrize("rate", [1 / 3, 0.07, 1 / 150])
-def test_opacus_samples_at_the_rate_that_is_claimed(rate: float) -> None:
-    """Or refuses it: Opacus takes its own rate from the number of batches."""
-    from reproduction.opacus_game import OpacusGame
-
-    if rate == 0.07:
-        with pytest.raises(ValueError, match="1 over a whole number"):
-            OpacusGame(dim=1, noise_multiplier=1.0, sample_rate=rate)
-        return
-    game = OpacusGame(dim=1, noise_multiplier=1.0, sample_rate=rate)
-    assert game.loader.sample_rate == pytest.approx(game.claim.step.sample_rate)
 
 
 def test_zeroth_order() -> None:
@@ -65,7 +52,7 @@ def test_zeroth_order() -> None:
     assert verdict.measured > 0.6 * verdict.claimed_epsilon
 
 
-def test_many_games_in_one_step_are_the_same_as_one_game_a_step() -> None:
+def test_many_games_in_one_step_are_the_same_as_one_game_per_step() -> None:
     """Kolmogorov-Smirnov on what the attacker projects on, with and without the canary; false alarm 4 * 0.001."""
     rows = RowsGame(dpulr.HiddenDirection(subspace=None), dim=4, noise_multiplier=0.5, seed=1, sample_rate=0.7)
     batches = BatchGame(
@@ -132,7 +119,6 @@ def test_your_own_canary_model_and_data(tmp_path: Path) -> None:
         ({"steps": 0}, "steps is 0"),
         ({"dim": 0}, "dim is 0"),
         ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
-        ({"mechanism": "opacus", "canary": "large"}, "crafted canary only"),
         ({"mechanism": "nothing"}, "mechanism is 'nothing'"),
         ({"rejection_threshold": 3}, "model of its own"),
         ({"canary": "large", "model": nn.Linear(1, 1)}, "together"),
@@ -162,6 +148,6 @@ def test_rejection_is_in_the_claim() -> None:
     assert not costly.broken
 
 
-def test_the_lone_canary_is_clipped_to_the_bound() -> None:
-    game = lone("gaussian", noise_multiplier=1.0, seed=1)
+def test_the_single_canary_is_clipped_to_the_bound() -> None:
+    game = single_canary_game("gaussian", noise_multiplier=1.0, seed=1)
     assert np.abs(game.signals()) == pytest.approx(1.0, rel=1e-4)

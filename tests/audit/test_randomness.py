@@ -10,6 +10,7 @@ import pytest
 
 from dpulr.audit.randomness import (
     Check,
+    Recording,
     Report,
     check_engine,
     direction_checks,
@@ -164,7 +165,7 @@ def test_a_resume_that_repeats_itself_is_caught() -> None:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    def make() -> PrivacyEngine:
+    def make(source: Recording) -> PrivacyEngine:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2))
         return PrivacyEngine(
@@ -175,10 +176,11 @@ def test_a_resume_that_repeats_itself_is_caught() -> None:
             batch_size=10,
             steps=100,
             noise_multiplier=1.0,
-            insecure_noise_seed=4,  # the same stream each time
+            randomness=source,
         )
 
-    assert fresh_after_resume(make).p_value == 0
+    assert fresh_after_resume(make, lambda: Recording(4)).p_value == 0  # the same stream each time
+    assert fresh_after_resume(make, Recording).p_value == 1
 
 
 def test_report_names_what_is_broken() -> None:

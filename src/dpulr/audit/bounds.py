@@ -8,6 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
+from dpulr import search
+from dpulr.errors import InvalidArgument
+
 Array = npt.NDArray[np.float64]
 
 
@@ -45,7 +48,7 @@ def guessing_risk(canaries: int, guesses: int, correct: int, epsilon: float, del
     f(correct) + 2 * canaries * delta * max over i of (f(correct - i) - f(correct)) / i.
     """
     if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(f"{correct} right of {guesses} guesses about {canaries} canaries is impossible.")
+        raise InvalidArgument(f"{correct} right of {guesses} guesses about {canaries} canaries is impossible.")
     chance = special.expit(epsilon)
     tail = float(stats.binom.sf(correct - 1, guesses, chance))
     if delta == 0 or correct == 0:
@@ -64,7 +67,5 @@ def epsilon_from_guesses(canaries: int, guesses: int, correct: int, delta: float
         low, high = high, 2 * high
         if high > 1e3:
             return low
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if guessing_risk(canaries, guesses, correct, middle, delta) <= risk else (low, middle)
-    return low
+    width = (high - low) / 2**30
+    return search.boundary(lambda eps: guessing_risk(canaries, guesses, correct, eps, delta) <= risk, low, high, width)[0]

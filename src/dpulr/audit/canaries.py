@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dpulr.errors import InvalidArgument
+
 Kind = Literal["ordinary", "mislabelled", "large", "feature", "crafted"]
 KINDS: tuple[str, ...] = get_args(Kind)
 CLASSES = 10
@@ -26,7 +28,7 @@ def digits(count: int = 65) -> tuple[Tensor, Tensor]:
     train, _ = data.load("mnist")
     inputs, targets = train[:count]
     if len(targets) < count:
-        raise ValueError(f"{count:,} digits are needed, and MNIST has {len(targets):,}. Take fewer canaries.")
+        raise InvalidArgument(f"{count:,} digits are needed, and MNIST has {len(targets):,}. Take fewer canaries.")
     ink = (inputs.reshape(count, 1, 28, 28) * 0.3 + 0.1).clamp(0, 1)
     return functional.avg_pool2d(ink, 28 // _SIDE).flatten(1), targets
 
@@ -55,13 +57,13 @@ def make(kind: str, ordinary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         alone = torch.zeros_like(inputs)
         alone.view(-1)[_OWN_FEATURE] = 10.0
         return alone, target
-    raise ValueError(f"canary is {kind!r}; it must be one of {', '.join(KINDS)}, or a file (.pt, .npz) that holds x and y.")
+    raise InvalidArgument(f"canary is {kind!r}; it must be one of {', '.join(KINDS)}, or a file (.pt, .npz) that holds x and y.")
 
 
 def load(path: Path) -> tuple[Tensor, Tensor]:
     """A canary from a file: x and y in an .npz, or in a dict or pair saved by torch.save. 28 x 28 numbers are averaged to 7 x 7."""
     if not path.exists():
-        raise ValueError(f"canary {str(path)!r} is neither a kind ({', '.join(KINDS)}) nor a file.")
+        raise InvalidArgument(f"canary {str(path)!r} is neither a kind ({', '.join(KINDS)}) nor a file.")
     try:
         if path.suffix == ".npz":
             with np.load(path) as found:
@@ -69,12 +71,12 @@ def load(path: Path) -> tuple[Tensor, Tensor]:
         else:
             inputs, target = _pair(torch.load(path, weights_only=True))
     except (KeyError, ValueError, TypeError, OSError, RuntimeError, EOFError) as problem:
-        raise ValueError(f"{path} holds no canary: it needs x and y, in an .npz or saved by torch.save. ({problem})") from problem
+        raise InvalidArgument(f"{path} holds no canary: it needs x and y, in an .npz or by torch.save. ({problem})") from problem
     except Exception as problem:  # unpickling fails in many ways
-        raise ValueError(f"{path} can't be read as a canary: {type(problem).__name__}.") from problem
+        raise InvalidArgument(f"{path} can't be read as a canary: {type(problem).__name__}.") from problem
     inputs = inputs.float()
     if not inputs.isfinite().all():
-        raise ValueError(f"{path} holds no canary: x has values that are not finite.")
+        raise InvalidArgument(f"{path} holds no canary: x has values that are not finite.")
     if inputs.numel() == 28 * 28:
         inputs = functional.avg_pool2d(inputs.view(1, 1, 28, 28), 28 // _SIDE).flatten()
     return inputs.squeeze(0) if inputs.dim() > 1 and inputs.shape[0] == 1 else inputs, target.squeeze()

@@ -8,16 +8,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from dpulr import search
 from dpulr.accounting import privacy_cost
 from dpulr.accounting.composition import Curve
-from dpulr.accounting.events import (
-    Charge,
-    GaussianRelease,
-    HiddenDirectionRelease,
-    HiddenSite,
-    Release,
-    SampledStep,
-)
+from dpulr.accounting.events import Charge, SampledStep
 from dpulr.audit.bounds import Array
 
 FINEST = 64  # noise is scaled by powers of 2 ** (1 / FINEST)
@@ -42,7 +36,7 @@ class Claim:
     def scaled(self, exponent: int) -> Claim:
         """The claim of the same mechanism with its noise multiplied by 2 ** (exponent / FINEST)."""
         factor = 2.0 ** (exponent / FINEST)
-        return replace(self, step=replace(self.step, release=_scaled(self.step.release, factor)))
+        return replace(self, step=replace(self.step, release=self.step.release.scaled(factor)))
 
     def power(self, false_positive: Array) -> Array:
         """The largest true-positive rate that the claim allows an attack at this false-positive rate."""
@@ -79,15 +73,6 @@ def _profile(curve: Curve, points: int = 800) -> tuple[Array, Array]:
     return eps[usable], delta[usable]
 
 
-def _scaled(release: Release, factor: float) -> Release:
-    if isinstance(release, GaussianRelease):
-        return GaussianRelease(release.noise_multiplier * factor)
-    if isinstance(release, HiddenDirectionRelease):
-        sites = tuple(HiddenSite(s.dim, s.noise_ratio * factor, s.repeats, s.frame) for s in release.sites)
-        return HiddenDirectionRelease(sites, tuple(noise * factor for noise in release.gaussian))
-    raise ValueError(f"{type(release).__name__} has no privacy curve to hold a measurement against.")
-
-
 @lru_cache(maxsize=256)
 def scaled(claim: Claim, exponent: int) -> Claim:
     """As `claim.scaled`, with its curve kept."""
@@ -120,11 +105,5 @@ def largest_refuted(claim: Claim, false_positive: Array, true_positive: Array) -
         high, which = end, index
     if which < 0:
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        excess, index = best(middle)
-        if excess > 0:
-            high, which = middle, index
-        else:
-            low = middle
-    return high, which
+    low = search.last_true(lambda exponent: best(exponent)[0] <= 0, low, high)
+    return low + 1, which if low + 1 == high else best(low + 1)[1]

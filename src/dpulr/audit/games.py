@@ -4,7 +4,7 @@
 looks that row up. The engine's sampler draws each canary on its own, the mechanism bounds it on its own, and the noise of each row
 is independent. Rows without a record are the releases without the canary.
 
-`BatchGame` plays one game a step, on any model and data, with the canary in one engine's data set and not in the other's.
+`BatchGame` plays one game per step, on any model and data, with the canary in one engine's data set and not in the other's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpulr.accounting.events import GaussianRelease, HiddenDirectionRelease, PaperRelease, SampledStep
 from dpulr.audit import attacks
 from dpulr.audit.attacks import Attack, Probe
 from dpulr.audit.bounds import Array
 from dpulr.audit.claims import Claim
-from dpulr.audit.ratios import gaussian_log_ratio, hidden_log_ratio
-from dpulr.engine import PrivacyEngine
-from dpulr.mechanisms import Mechanism, by_name
-from dpulr.mechanisms.zeroth_order import BoundZerothOrder
-from dpulr.sampling import PoissonSampling
+from dpulr.engine import PrivacyEngine, Released
+from dpulr.errors import InvalidArgument
+from dpulr.mechanisms import Mechanism, by_name, kind_of
+from dpulr.model.losses import LossFunction
+from dpulr.randomness import RandomSource
 
-LossFunction = Callable[[Any, Any], Tensor]
 Canary = tuple[Tensor, Tensor]
 _ENDLESS = 10**9
 _NUMBERS = 1 << 20  # numbers in one release of many rows
@@ -73,41 +72,31 @@ class Game(ABC):
 
 
 def engine_claim(engine: PrivacyEngine, steps: int) -> Claim:
-    """What the engine charges for so many steps; the paper's release as the Gaussian mechanism that its proof takes it for."""
-    release = engine.bound.event_at(engine.noise_multiplier)
-    nominal = isinstance(release, PaperRelease)
-    if isinstance(release, PaperRelease):
-        release = GaussianRelease(release.target_std)
-    threshold = engine.sampler.rejection_threshold if isinstance(engine.sampler, PoissonSampling) else 0
-    step = SampledStep(release, engine.sample_rate, threshold, engine.min_dataset_size if threshold else None)
-    return Claim(step, steps, nominal)
+    """What the engine charges for so many steps. A release without a proof is held to what its authors claim for it."""
+    step = engine.plan.step
+    if step is None:
+        raise InvalidArgument("nothing is claimed: there is no noise.")
+    return Claim(replace(step, release=step.release.claimed()), steps, nominal=not step.release.certified)
 
 
-def listen(engine: PrivacyEngine) -> list[Array]:
-    """From now on every release of the engine, as a sum (not a mean), is appended to the list. Nothing else changes."""
-    heard: list[Array] = []
-    pass_on, size = engine.bound.gradients, engine.expected_batch_size
-
-    def gradients(release: Tensor, into: Any) -> None:
-        heard.append(release.cpu().numpy() * np.float32(size))
-        pass_on(release, into)
-
-    engine.bound.gradients = gradients  # type: ignore[method-assign]
-    return heard
+def signal_of(engine: PrivacyEngine, record: Canary, public: Any, secret: RandomSource) -> Array:
+    """What a record alone would add to a release, by the attacker's own simulation with randomness of its own."""
+    fitted = engine.fitted
+    with torch.inference_mode(), engine.forward.checked_mode():
+        directions = secret.directions(engine.forward.device, engine.forward.dtype)
+        total = fitted.sum_of_bounded_signals(record, public, directions)
+        no_noise = torch.zeros(fitted.size, dtype=torch.float64, device=engine.forward.device)
+        return fitted.privatise(total, no_noise).double().cpu().numpy()
 
 
-def take_steps(
-    engine: PrivacyEngine,
-    heard: list[Array],
-    steps: int,
-    seen: Callable[[PrivacyEngine, Array], Array] = lambda engine, release: release,
-) -> Array:
-    """(steps, size): what is seen of the releases of the next steps."""
-    found = []
+def released_in(engine: PrivacyEngine, steps: int) -> list[Released]:
+    """What the next steps release."""
+    heard: list[Released] = []
+    stop = engine.on_release(heard.append)
     for inputs, targets in engine.batches(steps):
         engine.step(inputs, targets)
-        found.append(seen(engine, heard.pop()))
-    return np.stack(found)
+    stop()
+    return heard
 
 
 def unmoved(model: nn.Module) -> torch.optim.Optimizer:
@@ -147,6 +136,7 @@ class RowsGame(Game):
         slope: float = 1e4,
         seed: int | None = None,
         rows: int | None = None,
+        randomness: Callable[[int | None], RandomSource] = RandomSource,
     ) -> None:
         self.dim, self.steps, self.sample_rate = dim, steps, sample_rate
         self.rows = rows or max(1, min(20_000, _NUMBERS // (2 * dim)))
@@ -163,44 +153,37 @@ class RowsGame(Game):
             sample_rate=sample_rate,
             steps=_ENDLESS,
             noise_multiplier=noise_multiplier,
-            insecure_noise_seed=seed,
+            randomness=randomness(seed),
         )
         self.mechanism = self.engine.mechanism.name
         self.claim = engine_claim(self.engine, steps)
-        self.noise = self.engine.bound.noise_std
+        self.bound = self.engine.fitted.noise_std / noise_multiplier
 
     def releases(self) -> Iterator[tuple[Array, Array]]:
-        heard = listen(self.engine)
         while True:
-            steps = take_steps(self.engine, heard, self.steps).reshape(self.steps, 2 * self.rows, -1)
-            games = steps.swapaxes(0, 1)
+            steps = np.stack([released.values.cpu().numpy() for released in released_in(self.engine, self.steps)])
+            games = steps.reshape(self.steps, 2 * self.rows, -1).swapaxes(0, 1)
             yield games[self.rows :], games[: self.rows]
 
     def signals(self) -> Array:
         return np.eye(1, self.dim)
 
     def attacks(self) -> list[Attack]:
-        release = self.claim.step.release
-        if isinstance(release, HiddenDirectionRelease):
-            site = release.sites[0]
-            if site.repeats > 1:
-                return super().attacks()
-            noise = site.noise_ratio
+        """The exact test of one record where the release knows its likelihood ratio, and what always can be tried."""
+        release, usual = self.claim.step.release, super().attacks()
+        if release.log_ratio(np.zeros(1), np.zeros(1)) is None:
+            return usual
 
-            def ratio(along: Array, across: Array) -> Array:
-                return hidden_log_ratio(along, across, self.dim, noise)
+        def ratio(along: Array, across: Array) -> Array:
+            found = release.log_ratio(along / self.bound, across / self.bound)
+            assert found is not None
+            return found
 
-            return [attacks.likelihood_ratio(ratio, self.sample_rate), *super().attacks()[1:]]
-        bound = self.noise / (release.noise_multiplier if isinstance(release, GaussianRelease) else 1.0)
-
-        def shifted(along: Array, across: Array) -> Array:
-            return gaussian_log_ratio(along / bound, self.noise / bound)
-
-        return [attacks.likelihood_ratio(shifted, self.sample_rate), *super().attacks()[1:]]
+        return [attacks.likelihood_ratio(ratio, self.sample_rate), *usual[1:]]
 
 
 class BatchGame(Game):
-    """A canary among the records of a data set, on any model: one game a step (or `steps` of them)."""
+    """A canary among the records of a data set, on any model: one game per step (or per `steps` of them)."""
 
     def __init__(
         self,
@@ -217,13 +200,13 @@ class BatchGame(Game):
         rejection_threshold: int = 0,
         steps: int = 1,
         seed: int | None = None,
-        prepared: Callable[[PrivacyEngine], None] = lambda engine: None,
+        randomness: Callable[[int | None], RandomSource] = RandomSource,
     ) -> None:
-        self.steps = steps
+        self.steps, self.seed = steps, seed
         self.canary = (canary[0].unsqueeze(0), canary[1].unsqueeze(0))
         inputs, targets = records
         if self.canary[0].shape[1:] != inputs.shape[1:] or self.canary[1].shape[1:] != targets.shape[1:]:
-            raise ValueError(
+            raise InvalidArgument(
                 f"the canary's shapes are {tuple(canary[0].shape)} and {tuple(canary[1].shape)}; a record of the data has "
                 f"{tuple(inputs.shape[1:])} and {tuple(targets.shape[1:])}."
             )
@@ -231,6 +214,7 @@ class BatchGame(Game):
         joined = tuple(torch.cat([part, own.to(part.dtype)]) for part, own in zip(records, self.canary, strict=True))
         self.engines = []
         for index, data in enumerate([(inputs, targets), joined]):
+            own = None if seed is None else 2 * seed + index
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="running whole forward passes")
                 engine = PrivacyEngine(
@@ -246,48 +230,61 @@ class BatchGame(Game):
                     sampling=sampling,
                     rejection_threshold=rejection_threshold,
                     min_dataset_size=len(targets) - 1 + index if rejection_threshold else None,
-                    insecure_noise_seed=None if seed is None else 2 * seed + index,
+                    randomness=randomness(own),
                 )
-            prepared(engine)
             self.engines.append(engine)
         without, having = self.engines
         self.mechanism = without.mechanism.name
         self.claim = engine_claim(having, steps)
 
     def releases(self) -> Iterator[tuple[Array, Array]]:
-        heard = [listen(engine) for engine in self.engines]
         while True:
-            out, inside = [
-                np.stack([take_steps(engine, ears, self.steps, self.seen) for _ in range(100)])
-                for engine, ears in zip(self.engines, heard, strict=True)
-            ]
+            out, inside = [np.stack([self._game(engine) for _ in range(100)]) for engine in self.engines]
             yield out, inside
 
-    def seen(self, engine: PrivacyEngine, release: Array) -> Array:
+    def _game(self, engine: PrivacyEngine) -> Array:
+        return np.stack([self.seen(engine, released) for released in released_in(engine, self.steps)])
+
+    def seen(self, engine: PrivacyEngine, released: Released) -> Array:
         """What the attacker makes of a release, with all that is public."""
-        return release
+        return released.values.double().cpu().numpy()
 
     def signals(self) -> Array:
-        engine = self.engines[1]
-        found = []
-        with torch.inference_mode(), engine.forward.checked_mode():
-            for _ in range(_SIMULATIONS):
-                found.append(engine.bound.total(*self.canary, engine._directions).double().cpu().numpy())
-        return np.stack(found)
+        engine, secret = self.engines[1], RandomSource(self.seed)
+        public = engine.fitted.draw_public(0)
+        return np.stack([self._signal(engine, public, secret, i) for i in range(_SIMULATIONS)])
+
+    def _signal(self, engine: PrivacyEngine, public: Any, secret: RandomSource, turn: int) -> Array:
+        own = RandomSource(None if secret.insecure_seed is None else _SIMULATIONS * secret.insecure_seed + turn)
+        return signal_of(engine, self.canary, public, own)
 
 
-class ZerothOrderGame(BatchGame):
-    """Directions are public: the attacker computes what the canary adds, and turns each release so that this is the first axis."""
+class PublicSignalGame(BatchGame):
+    """Given the public draw, the attacker computes what the canary adds, and turns each release so that this is the first axis."""
 
-    def seen(self, engine: PrivacyEngine, release: Array) -> Array:
-        bound = engine.bound
-        assert isinstance(bound, BoundZerothOrder)
-        with torch.inference_mode():
-            slopes = torch.stack([bound.slopes(*self.canary, bound.direction(seed)) for seed in bound._seeds], dim=1)
-            signal = bound.clipped(slopes)[0].numpy()
+    def seen(self, engine: PrivacyEngine, released: Released) -> Array:
+        signal = signal_of(engine, self.canary, released.public, RandomSource())
         axis = signal / max(float(np.linalg.norm(signal)), 1e-300)
-        along = float(release @ axis)
-        return np.array([along, float(np.linalg.norm(release - along * axis))])
+        values = super().seen(engine, released)
+        along = float(values @ axis)
+        return np.array([along, float(np.linalg.norm(values - along * axis))])
 
     def signals(self) -> Array:
         return np.eye(1, 2)
+
+
+def batch_game(mechanism: str | Mechanism) -> type[BatchGame]:
+    """The game that suits a mechanism."""
+    return PublicSignalGame if kind_of(mechanism).worst_case().signal_is_public else BatchGame
+
+
+def single_canary_game(mechanism: str | Mechanism, *, slope: float = 1e4, **options: Any) -> BatchGame:
+    """A canary with a linear loss, in one dimension, beside one record whose loss is always 0."""
+    return batch_game(mechanism)(
+        mechanism,
+        model=nn.Sequential(nn.Linear(1, 1, bias=False)),
+        loss_fn=linear_loss,
+        records=(torch.ones(1, 1), torch.zeros(1, 1)),
+        canary=(torch.ones(1), torch.full((1,), slope)),
+        **options,
+    )

@@ -8,16 +8,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from dpulr.arguments import positive, whole
+from dpulr import validate
 from dpulr.audit import canaries
-from dpulr.audit.games import BatchGame, Game, LossFunction, RowsGame, ZerothOrderGame, linear_loss
+from dpulr.audit.games import Game, RowsGame, batch_game, single_canary_game
 from dpulr.audit.verdict import Verdict, judge
-from dpulr.mechanisms import Gaussian, HiddenDirection, Mechanism, Paper, ZerothOrder, by_name
+from dpulr.errors import BudgetError, InvalidArgument
+from dpulr.mechanisms import Mechanism, kind_of
+from dpulr.model.losses import LossFunction
 
-ROWS_TRIALS, BATCH_TRIALS, PAPER_TRIALS = 400_000, 10_000, 2_000
+ROWS_TRIALS, BATCH_TRIALS = 400_000, 10_000
 
 
 def play(
@@ -32,7 +33,7 @@ def play(
     """Play a game `trials` times with the canary and `trials` times without, and judge its claim."""
     check(trials, delta, confidence)
     if math.isinf(game.claim.epsilon(delta)):
-        raise ValueError(f"nothing is claimed: epsilon is infinite at delta {delta:g}. Choose a larger delta.")
+        raise BudgetError(f"nothing is claimed: epsilon is infinite at delta {delta:g}. Choose a larger delta.")
     started = time.perf_counter()
     with warnings.catch_warnings():  # said by `paper` at every canary that is simulated alone
         warnings.filterwarnings("ignore", message="the batch's gradients have no noise")
@@ -75,37 +76,30 @@ def one_step(
     "mislabelled", "large", "feature"), a file, or your own record (x, y). With your own `model`, `loss_fn` and `records` the game
     is played on them; by default on 64 small digits and one layer. Without `seed` the randomness is the engine's own.
     """
-    whole("steps", steps)
-    positive("noise_multiplier", noise_multiplier)
+    validate.whole_number("steps", steps)
+    validate.positive("noise_multiplier", noise_multiplier)
     if trials is not None:
         check(trials, delta, confidence)
     if dim is not None:
-        whole("dim", dim)
+        validate.whole_number("dim", dim)
+    worst = kind_of(mechanism).worst_case()
+    if canary == "crafted" and worst.canary != "crafted":
+        canary, trials = worst.canary, trials or worst.trials
     settings: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
-    if canary == "crafted" and mechanism != "opacus" and isinstance(by_name(mechanism), Paper):
-        canary = "feature"  # its noise depends on the whole batch: nothing hurts it more than a feature that nobody else has
-        trials = trials or PAPER_TRIALS
-    game: Game
     if canary == "crafted":
         if model is not None or records is not None or rejection_threshold:
-            raise ValueError("the crafted canary has a model of its own; give another canary with your model, data or rejection.")
-        dim = dim or (1 if _one_direction(mechanism) else 16)
-        settings["dim"] = dim
+            raise InvalidArgument(
+                "the crafted canary has a model of its own; give another canary with your model, data or rejection."
+            )
+        attacked = worst.mechanism if isinstance(mechanism, str) else mechanism
+        settings["dim"] = dim or worst.dim
         shared: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps, "seed": seed}
-        if mechanism == "opacus":
-            from reproduction.opacus_game import OpacusGame
-
-            game = OpacusGame(dim=dim, **shared)
-        elif isinstance(by_name(mechanism), ZerothOrder):
-            game = lone(ZerothOrder(repeats=1) if mechanism == "zeroth-order" else mechanism, **shared)
-            trials = trials or BATCH_TRIALS
-        else:
-            game = RowsGame(whole_space(mechanism), dim=dim, **shared)
-        return play(game, canary="crafted", trials=trials or ROWS_TRIALS, delta=delta, confidence=confidence, settings=settings)
-    if mechanism == "opacus":
-        raise ValueError("Opacus is audited with the crafted canary only.")
+        game: Game
+        game = RowsGame(attacked, dim=dim or worst.dim, **shared) if worst.many_per_step else single_canary_game(attacked, **shared)
+        count = trials or worst.trials or ROWS_TRIALS
+        return play(game, canary="crafted", trials=count, delta=delta, confidence=confidence, settings=settings)
     if (model is None) != (loss_fn is None) or (records is None) != (model is None):
-        raise ValueError("give model, loss_fn and records together.")
+        raise InvalidArgument("give model, loss_fn and records together.")
     if model is None or records is None:
         inputs, targets = canaries.digits()
         model, records, ordinary = canaries.softmax_regression(), (inputs[:-1], targets[:-1]), (inputs[-1], targets[-1])
@@ -134,36 +128,7 @@ def one_step(
     return play(game, canary=name, trials=trials or BATCH_TRIALS, delta=delta, confidence=confidence, settings=settings)
 
 
-def batch_game(mechanism: str | Mechanism) -> type[BatchGame]:
-    return ZerothOrderGame if isinstance(by_name(mechanism), ZerothOrder) else BatchGame
-
-
-def lone(mechanism: str | Mechanism, *, slope: float = 1e4, **options: Any) -> BatchGame:
-    """A canary with a linear loss, in one dimension, beside one record whose loss is always 0."""
-    return batch_game(mechanism)(
-        mechanism,
-        model=nn.Sequential(nn.Linear(1, 1, bias=False)),
-        loss_fn=linear_loss,
-        records=(torch.ones(1, 1), torch.zeros(1, 1)),
-        canary=(torch.ones(1), torch.full((1,), slope)),
-        **options,
-    )
-
-
 def check(trials: int, delta: float, confidence: float) -> None:
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 100:
-        raise ValueError(f"trials is {trials!r}; it must be a whole number of at least 100.")
-    if not 0 < delta < 1:
-        raise ValueError(f"delta is {delta!r}; it must lie between 0 and 1.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence!r}; it must lie between 0 and 1.")
-
-
-def whole_space(mechanism: str | Mechanism) -> str | Mechanism:
-    """The crafted canary needs no public subspace: by name, hidden-direction hides in all dimensions here."""
-    return HiddenDirection(subspace=None) if mechanism == "hidden-direction" else mechanism
-
-
-def _one_direction(mechanism: str | Mechanism) -> bool:
-    """A clipped estimate in one dimension always has the same direction: no attack has it easier."""
-    return mechanism == "opacus" or isinstance(by_name(mechanism), Gaussian | ZerothOrder)
+    validate.whole_number("trials", trials, 100)
+    validate.fraction("delta", delta)
+    validate.fraction("confidence", confidence)

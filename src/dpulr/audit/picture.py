@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dpulr.audit.verdict import Verdict, up
+from dpulr.accounting.rounding import up
+from dpulr.audit.verdict import Verdict
 
 _FORBIDDEN, _ATTACK, _CLAIM = "#b3261e", "#2563c9", "#1c2330"
 
@@ -38,7 +39,7 @@ def _panel(axes: Any, verdict: Verdict, log: bool) -> None:
     pure = np.minimum(pure, 1 - (1 - fpr - verdict.delta) * np.exp(-verdict.claimed_epsilon))
     axes.fill_between(fpr, power, 1, color=_FORBIDDEN, alpha=0.13, lw=0, label="forbidden by the claim")
     axes.plot(fpr, power, color=_FORBIDDEN, lw=1.2)
-    point = f"epsilon {up(verdict.claimed_epsilon)}, delta {verdict.delta:g} alone"
+    point = f"epsilon {up(verdict.claimed_epsilon, 3)}, delta {verdict.delta:g} alone"
     axes.plot(fpr, pure, color=_CLAIM, lw=1, ls="--", label=point)
     axes.plot(fpr, fpr, color="#8a93a3", lw=0.8, label="guessing")
     shown = roc[(roc[:, 0] >= least) & (roc[:, 1] > 0)] if log else roc

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +18,14 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpulr.arguments import number
+from dpulr import validate
 from dpulr.audit.bounds import Array
 from dpulr.engine import PrivacyEngine
 from dpulr.mechanisms import Mechanism
-from dpulr.sampling import PoissonSampling
+from dpulr.randomness import Directions, GaussianNoise, RandomSource
 
 Draw = Callable[[], npt.NDArray[np.int64]]
+_RECORDS, _RATE = 400, 0.05
 
 
 @dataclass(frozen=True)
@@ -171,45 +171,70 @@ def _correlation(first: Array, second: Array) -> float:
     return float(min(1.0, 2 * 2 * stats.norm.sf(max(abs(straight), abs(shifted)))))
 
 
-def fresh_after_resume(make: Callable[[], PrivacyEngine], steps: int = 20) -> Check:
+class Recording(RandomSource):
+    """Streams as the engine's own, which remember what they handed out."""
+
+    def __init__(self, insecure_seed: int | None = None) -> None:
+        super().__init__(insecure_seed)
+        self.noises: list[Array] = []
+        self.normals: list[Array] = []
+
+    def noise(self, size: int) -> GaussianNoise:
+        return _RecordedNoise(size, self.numpy("noise"), self.noises)
+
+    def directions(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Directions:
+        return _RecordedDirections(self.numpy("directions"), device, dtype, self.normals)
+
+
+class _RecordedNoise(GaussianNoise):
+    def __init__(self, size: int, rng: np.random.Generator, record: list[Array]) -> None:
+        super().__init__(size, rng)
+        self._record = record
+
+    def draw(self) -> torch.Tensor:
+        found = super().draw()
+        self._record.append(found.numpy().copy())
+        return found
+
+
+class _RecordedDirections(Directions):
+    def __init__(self, rng: np.random.Generator, device: torch.device, dtype: torch.dtype, record: list[Array]) -> None:
+        super().__init__(rng, device, dtype)
+        self._record = record
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        found = super().normal(*shape)
+        self._record.append(found.double().cpu().numpy().ravel())
+        return found
+
+
+def fresh_after_resume(make: Callable[[Recording], PrivacyEngine], source: Callable[[], Recording], steps: int = 20) -> Check:
     """Noise, directions and batches of an engine and of one that goes on from its state have no value in common."""
-    first = make()
-    before = _taken(first, steps)
-    second = make()
+    before, after = source(), source()
+    first = make(before)
+    batches = _take_steps(first, steps)
+    second = make(after)
     second.load_state_dict(first.state_dict())
-    after = _taken(second, steps)
-    repeated = np.intersect1d(before["noise"], after["noise"]).size + len(_threes(before["z"]) & _threes(after["z"]))
-    same_batches = all(np.array_equal(a, b) for a, b in zip(before["batches"], after["batches"], strict=True))
+    more = _take_steps(second, steps)
+    repeated = np.intersect1d(np.concatenate(before.noises), np.concatenate(after.noises)).size
+    repeated += len(_threes(before.normals) & _threes(after.normals))
+    same_batches = all(np.array_equal(a, b) for a, b in zip(batches, more, strict=True))
     return Check("resume: nothing is drawn again", float(repeated == 0 and not same_batches))
 
 
-def _threes(values: Array) -> set[bytes]:
+def _threes(record: list[Array]) -> set[bytes]:
     """Three numbers in a row: single ones in float32 do come twice by chance."""
+    values = np.concatenate(record) if record else np.empty(0)
     return {values[i : i + 3].tobytes() for i in range(len(values) - 2)}
 
 
-def _taken(engine: PrivacyEngine, steps: int) -> dict[str, Any]:
-    heard: dict[str, Any] = {"noise": [], "z": [], "batches": []}
-    draw, normal = engine._noise.draw, engine._directions.normal
-
-    def noise() -> torch.Tensor:
-        found = draw()
-        heard["noise"].append(found.numpy().copy())
-        return found
-
-    def directions(*shape: int) -> torch.Tensor:
-        found = normal(*shape)
-        heard["z"].append(found.double().numpy().ravel())
-        return found
-
-    engine._noise.draw, engine._directions.normal = noise, directions  # type: ignore[method-assign]
+def _take_steps(engine: PrivacyEngine, steps: int) -> list[Array]:
+    """Take steps; return what was in their batches."""
+    seen = []
     for inputs, targets in engine.batches(steps):
-        heard["batches"].append(inputs.double().numpy().ravel())
+        seen.append(inputs.double().numpy().ravel())
         engine.step(inputs, targets)
-    engine._noise.draw, engine._directions.normal = draw, normal  # type: ignore[method-assign]
-    heard["noise"] = np.stack(heard["noise"])
-    heard["z"] = np.concatenate(heard["z"]) if heard["z"] else np.empty(0)
-    return heard
+    return seen
 
 
 # --- directions -------------------------------------------------------------------------------------------------------
@@ -251,47 +276,47 @@ def check_engine(
     mechanism: str | Mechanism = "hidden-direction", *, confidence: float = 0.999, seed: int | None = None, steps: int = 300
 ) -> Report:
     """All checks, on an engine with two layers that takes real steps. Without `seed`: the operating system's randomness."""
-    number("confidence", confidence, "between 0 and 1", lambda v: 0 < v < 1)
-    torch_data = TensorDataset(torch.randn(400, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(400, dtype=torch.int64))
+    validate.fraction("confidence", confidence)
+    inputs = torch.randn(_RECORDS, 6, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(inputs, torch.zeros(_RECORDS, dtype=torch.int64))
     made = iter(range(10**6))
 
-    def make(threshold: int = 0) -> PrivacyEngine:
+    def source() -> Recording:
+        turn = next(made)
+        return Recording(None if seed is None else 1_000 * seed + turn)
+
+    def make(randomness: Recording, threshold: int = 0) -> PrivacyEngine:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5))
-        turn = next(made)
         return PrivacyEngine(
             model,
             torch.optim.SGD(model.parameters(), lr=0.01),
-            torch_data,
+            data,
             nn.CrossEntropyLoss(reduction="none"),
             mechanism=mechanism,
-            expected_batch_size=20.0,
-            sample_rate=0.05,
+            expected_batch_size=_RATE * _RECORDS,
+            sample_rate=_RATE,
             rejection_threshold=threshold,
-            min_dataset_size=399 if threshold else None,
+            min_dataset_size=_RECORDS - 1 if threshold else None,
             steps=10**6,
             noise_multiplier=1.0,
-            insecure_noise_seed=None if seed is None else 1_000 * seed + turn,
+            randomness=randomness,
         )
 
     checks: list[Check] = []
     for threshold in (0, 18):
-        engine = make(threshold)
-        assert isinstance(engine.sampler, PoissonSampling)
-        sampler, rng = engine.sampler, engine._batch_rng
+        streams = source()
+        sampler, rng = make(streams, threshold).plan.sampler(), streams.batches()
         label = f" (redrawn below {threshold})" if threshold else ""
-        found = sampler_checks(lambda s=sampler, r=rng: s.draw(400, r), 400, 0.05, threshold)  # type: ignore[misc]
+        found = sampler_checks(lambda s=sampler, r=rng: s.draw(_RECORDS, r), _RECORDS, _RATE, threshold)  # type: ignore[misc]
         checks += [Check(check.name + label, check.p_value) for check in found]
-    engine = make()
-    noise = _taken(engine, steps)["noise"]
-    checks += noise_checks(noise, _parts(engine), 1.0)
+    streams = source()
+    engine = make(streams)
+    _take_steps(engine, steps)
+    checks += noise_checks(np.stack(streams.noises), engine.fitted.part_sizes, 1.0)
+    directions = source().directions(torch.device("cpu"))
     for dim in (2, 12):
-        z = engine._directions.sphere(20, 500, dim).double().numpy()
+        z = directions.sphere(20, 500, dim).double().numpy()
         checks += [Check(f"{check.name} ({dim} dimensions)", check.p_value) for check in direction_checks(z)]
-    checks.append(fresh_after_resume(make))
+    checks.append(fresh_after_resume(make, source))
     return Report(tuple(checks), confidence)
-
-
-def _parts(engine: PrivacyEngine) -> list[int]:
-    sizes = [coordinates.size for coordinates in engine.bound.coordinates]
-    return sizes if sum(sizes) == engine.bound.size else [engine.bound.size]

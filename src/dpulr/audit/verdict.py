@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from dpulr.accounting.rounding import down
+from dpulr.accounting.rounding import up as rounded_up
 from dpulr.audit.attacks import Attack
 from dpulr.audit.bounds import Array, epsilon_from_rates, lower_rate, upper_rate
 from dpulr.audit.claims import FINEST, LEAST, Claim, largest_refuted, refuted, scaled
@@ -58,10 +60,10 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.proof is None:
-            return f"holds (measured {down(self.measured)} of {up(self.claimed_epsilon)})"
+            return f"holds (measured {down(self.measured)} of {rounded_up(self.claimed_epsilon, 3)})"
         delta, claimed, bound = self.proof
         where = "" if delta == self.delta else f" at delta {delta:.3g}"
-        return f"BROKEN: {'nominally ' if self.nominal else ''}claims {up(claimed)}{where}, at least {down(bound)}"
+        return f"BROKEN: {'nominally ' if self.nominal else ''}claims {rounded_up(claimed, 3)}{where}, at least {down(bound)}"
 
     def details(self) -> str:
         """The lines below the verdict."""
@@ -76,7 +78,7 @@ class Verdict:
                 fit += "; less was not tried"
         lines = [
             f"{self.mechanism}, {self.game}, canary: {self.canary}, delta {self.delta:g}",
-            f"claimed epsilon    {up(self.claimed_epsilon)}{' (nominal: not proved)' if self.nominal else ''}",
+            f"claimed epsilon    {rounded_up(self.claimed_epsilon, 3)}{' (nominal: not proved)' if self.nominal else ''}",
             f"measured           {down(self.lower_bound)} whatever the truth is",
             *([f"                   {fit}"] if fit else []),
             f"confidence         {self.confidence:.6g}, all {self.tests} tests together",
@@ -97,23 +99,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def up(value: float) -> str:
-    """Three figures, never below the value."""
-    return _figures(value, math.ceil)
-
-
-def down(value: float) -> str:
-    """Three figures, never above the value."""
-    return _figures(value, math.floor)
-
-
-def _figures(value: float, rounded: Any) -> str:
-    if value <= 0 or not math.isfinite(value):
-        return "0" if value <= 0 else "infinity"
-    scale = 10.0 ** (2 - math.floor(math.log10(value)))
-    return f"{rounded(value * scale * (1 + (1e-12 if rounded is math.floor else -1e-12))) / scale:.6g}"
 
 
 @dataclass(frozen=True)

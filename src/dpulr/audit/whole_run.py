@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
 
-from dpulr.arguments import positive, whole
+from dpulr import validate
 from dpulr.audit import canaries as kinds
 from dpulr.audit.bounds import Array, epsilon_from_guesses
 from dpulr.audit.claims import Claim
-from dpulr.audit.games import BatchGame, LossFunction, Table, engine_claim, linear_loss
-from dpulr.audit.one_step import check, play, whole_space
+from dpulr.audit.games import BatchGame, Table, engine_claim, linear_loss, signal_of
+from dpulr.audit.one_step import check, play
 from dpulr.audit.verdict import Verdict, allowed, rates
 from dpulr.engine import PrivacyEngine
-from dpulr.mechanisms import Mechanism
+from dpulr.errors import InvalidArgument
+from dpulr.mechanisms import Mechanism, kind_of
+from dpulr.model.losses import LossFunction
+from dpulr.randomness import RandomSource
 
 _SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02)  # of the canaries that the attacker guesses about
 
@@ -48,9 +51,9 @@ def one_run(
     "crafted": each canary has a row of the model to itself. "mislabelled": digits with a wrong label among 2,000 others.
     """
     check(canaries, delta, confidence)
-    whole("steps", steps)
-    whole("dim", dim)
-    positive("noise_multiplier", noise_multiplier)
+    validate.whole_number("steps", steps)
+    validate.whole_number("dim", dim)
+    validate.positive("noise_multiplier", noise_multiplier)
     rng = np.random.default_rng(seed)
     included = rng.random(canaries) < 0.5
     model: nn.Module
@@ -59,7 +62,7 @@ def one_run(
         target[:, 0] = 1e4
         model, loss_fn = Table(canaries, dim), linear_loss
         records, others = (torch.arange(canaries), target), None
-        mechanism = whole_space(mechanism)
+        mechanism = kind_of(mechanism).worst_case().mechanism if isinstance(mechanism, str) else mechanism
     elif canary == "mislabelled":
         inputs, labels = kinds.digits(2_000 + canaries)
         torch.manual_seed(0)
@@ -67,7 +70,7 @@ def one_run(
         loss_fn = nn.CrossEntropyLoss(reduction="none")
         records, others = (inputs[2_000:], (labels[2_000:] + 1) % kinds.CLASSES), (inputs[:2_000], labels[:2_000])
     else:
-        raise ValueError(f"canary is {canary!r}; a whole run takes 'crafted' or 'mislabelled'.")
+        raise InvalidArgument(f"canary is {canary!r}; a whole run takes 'crafted' or 'mislabelled'.")
     started = time.perf_counter()
     kept = torch.from_numpy(np.flatnonzero(included))
     data = tuple(part[kept] if rest is None else torch.cat([rest, part[kept]]) for part, rest in _zipped(records, others))
@@ -178,7 +181,7 @@ class TrainingGame(BatchGame):
 
     def __init__(self, mechanism: str | Mechanism, *, training_steps: int, learning_rate: float = 0.1, **options: Any) -> None:
         super().__init__(mechanism, steps=training_steps, **options)
-        self.training_steps, self.steps = training_steps, 1  # one observation a run
+        self.training_steps, self.steps = training_steps, 1  # one observation per run
         model = self.engines[0].model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.start = [p.detach().clone() for p in self.parameters]
@@ -206,11 +209,14 @@ class TrainingGame(BatchGame):
                 parameter.copy_(value)
         views = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in engine.forward.sites]
         places = {id(p): (i, name) for i, site in enumerate(engine.forward.sites) for name, p in site.parameters.items()}
-        with torch.inference_mode(), engine.forward.checked_mode():
-            for _ in range(100):
-                engine.bound.gradients(engine.bound.total(*self.canary, engine._directions), views)
-                parts = [views[place[0]][place[1]].flatten() for place in (places[id(p)] for p in self.parameters)]
-                found.append(torch.cat(parts).double().cpu().numpy())
+        public = engine.fitted.draw_public(0)
+        for turn in range(100):
+            secret = RandomSource(None if self.seed is None else 100 * self.seed + turn)
+            signal = torch.from_numpy(signal_of(engine, self.canary, public, secret)).to(engine.forward.device)
+            with torch.inference_mode():
+                engine.fitted.gradients(signal, public, views)
+            parts = [views[place[0]][place[1]].flatten() for place in (places[id(p)] for p in self.parameters)]
+            found.append(torch.cat(parts).double().cpu().numpy())
         return np.stack(found)
 
 
@@ -228,8 +234,8 @@ def many_runs(
     seed: int | None = None,
 ) -> Verdict:
     """Train a small model `runs` times with the canary and `runs` times without, and tell them apart by where the model ended."""
-    whole("steps", steps)
-    positive("noise_multiplier", noise_multiplier)
+    validate.whole_number("steps", steps)
+    validate.positive("noise_multiplier", noise_multiplier)
     inputs, targets = kinds.digits()
     game = TrainingGame(
         mechanism,

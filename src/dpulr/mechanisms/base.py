@@ -6,10 +6,11 @@ passed as a value; nothing is left on an object between them.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -26,6 +27,9 @@ from dpulr.randomness import Directions
 
 WITH_MARGIN = 1 - 1e-5
 """Bounds are met with this much room, so that float32 rounding can't push a record above them."""
+
+GRID_BITS = 10
+"""The grid of a release is finer than its noise by this power of two."""
 
 Public = TypeVar("Public")
 Batch = tuple[Any, Any]
@@ -65,7 +69,7 @@ class Mechanism(ABC):
 
     @abstractmethod
     def passes(self, sites: Sequence[Site]) -> int | None:
-        """Forward passes of a batch per step, those from a layer on included; None if they vary. It follows from public settings."""
+        """Forward passes of a batch per step, those from a layer on included. None: they vary from step to step."""
 
     @abstractmethod
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedMechanism[Any]:
@@ -88,6 +92,11 @@ class FittedMechanism(ABC, Generic[Public]):
     noise_std: float
     """Standard deviation of the noise on every number of the release."""
 
+    @property
+    def part_sizes(self) -> list[int]:
+        """How many numbers of the release belong to each site; all of them to one, where there are no parts."""
+        return [self.size]
+
     @abstractmethod
     def draw_public(self, step: int) -> Public:
         """What this step draws in public, from public randomness: subspaces, seeds of directions."""
@@ -98,8 +107,8 @@ class FittedMechanism(ABC, Generic[Public]):
 
     def privatise(self, total: Any, noise: Tensor) -> Tensor:
         """Here noise is added. What comes out may be seen by everybody. `noise` is standard normal, in float64."""
-        flat: Tensor = total.to(torch.float64, copy=True)  # the sum itself stays as it is
-        return flat.add_(noise, alpha=self.noise_std)
+        flat: Tensor = total.double()
+        return on_grid(flat.add_(noise, alpha=self.noise_std), self.noise_std)
 
     @abstractmethod
     def gradients(self, values: Tensor, public: Public, into: Gradients) -> None:
@@ -115,21 +124,23 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
         self.sites = [site.within(subspace) for site in forward.sites]
         self.noise_std, self.divisor = noise_std, plan.expected_batch_size
-        self._sizes = [site.size for site in self.sites]
-        self.size = sum(self._sizes)
+        self.size = sum(self.part_sizes)
         self.chunks = Chunks(forward, self.sites, self.size, memory_limit)
         self._bases = PublicBases(self.sites, torch.Generator().manual_seed(seed), self.dtype, self.device)
+
+    @cached_property
+    def part_sizes(self) -> list[int]:
+        return [site.size for site in self.sites]
 
     def draw_public(self, step: int) -> Bases:
         return self._bases.draw()
 
     def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Any:
-        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+        total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
         parts = self.parts(total)
         for chunk in self.chunks.records(batch):
             directions.expect(self.draws(count(chunk[1])))
-            clean = self.forward.clean(*chunk)
-            if clean is not None:
+            for clean in self.forward.clean(*chunk):
                 self.add(clean, public, directions, parts)
         return total
 
@@ -152,7 +163,15 @@ class SitewiseMechanism(FittedMechanism[Bases]):
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """The sites' parts of a release."""
-        return list(flat.split_with_sizes(self._sizes))
+        return list(flat.split_with_sizes(self.part_sizes))
+
+
+def on_grid(values: Tensor, noise_std: float) -> Tensor:
+    """Round in place to a public grid, 2^-10 of the noise: the low bits of a float64 sum would tell what was summed (section 9)."""
+    if noise_std == 0:
+        return values
+    spacing = 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS)
+    return values.div_(spacing).round_().mul_(spacing)
 
 
 def weighted(factors: Tensor, z: Tensor) -> Tensor:

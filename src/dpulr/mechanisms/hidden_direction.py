@@ -1,8 +1,8 @@
 """`hidden-direction`: each record perturbs in a secret direction and keeps one bit (docs/theory.md, section 6).
 
-Record i draws z uniform on a sphere, runs the model moved along radius z, and compares its loss with that of the clean pass (or of a
-pass moved the other way). It keeps b in [-1, 1]: the sign of the difference, or the difference clipped. Its signal is C A z b with
-||A|| <= 1. That nobody knows z is credited in epsilon.
+Record i draws z uniform on a sphere, runs the model moved by radius z, and compares its loss with that of the clean pass (or of
+a pass moved the other way). It keeps b in [-1, 1]: the sign of the difference, or the difference clipped. Its signal is C A z b
+with ||A|| <= 1. That nobody knows z is credited in epsilon.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class FittedHiddenDirection(SitewiseMechanism):
             start = stop
 
     def difference(self, clean: Clean, groups: range, z: list[Tensor], public: Bases) -> Tensor:
-        """(groups, repeats, records): how much higher the loss is under a perturbation than without it, or than under its opposite."""
+        """(groups, repeats, records): how much higher the loss is when moved than when not, or than when moved the other way."""
         moves = [self.move(clean, self.layout.groups[g], draws, public) for g, draws in zip(groups, z, strict=True)]
         losses = self.forward.all_losses(clean, moves)
         if not self.settings.antithetic:

@@ -27,9 +27,9 @@ Marks = tuple[tuple[bool, ...], ...]
 
 
 class Shift(NamedTuple):
-    """A site that adds `delta` (repeats, records, dim) to whatever it puts out in a pass. `index` counts the layers."""
+    """A site that adds `delta` (repeats, records, dim) to whatever it puts out in a pass."""
 
-    index: int
+    site_index: int
     site: Site
     delta: Tensor
 
@@ -37,14 +37,14 @@ class Shift(NamedTuple):
 class Move(NamedTuple):
     """A layer whose output is `moved` (repeats, records, *out), and sites behind it that are shifted in the same pass."""
 
-    index: int
+    site_index: int
     moved: Tensor
     also: Sequence[Shift] = ()
 
     def one(self, repeat: int, record: int) -> Move:
         """The same for one row."""
         row = slice(repeat, repeat + 1), slice(record, record + 1)
-        return Move(self.index, self.moved[row], [Shift(index, site, delta[row]) for index, site, delta in self.also])
+        return Move(self.site_index, self.moved[row], [Shift(index, site, delta[row]) for index, site, delta in self.also])
 
 
 @dataclass
@@ -92,37 +92,37 @@ class Passes(ABC):
         """(moves, repeats, records) losses, one move at a time; all have as many repeats. Non-finite ones stay so."""
 
     def all_shifted(self, clean: Clean, shifts: Sequence[Shift]) -> tuple[Tensor, list[Tensor]]:
-        """(repeats, records) losses of passes through the whole model with all these sites shifted, and the inputs that they saw."""
+        """(repeats, records) losses of passes through the whole model with all sites shifted, and the inputs that they saw."""
         repeats, records = shifts[0].delta.shape[:2]
         seen: dict[int, Tensor] = {}
         with self.shifted(shifts, seen):
             output = call_on_copy(self.model, clean.tiled_inputs(repeats))
         losses = self.loss_fn(output, clean.tiled_targets(repeats)).view(repeats, records)
-        return losses, [seen[shift.index] for shift in shifts]
+        return losses, [seen[shift.site_index] for shift in shifts]
 
     @contextmanager
     def shifted(self, shifts: Sequence[Shift], seen: dict[int, Tensor] | None = None) -> Iterator[None]:
         """While it lasts, these sites add their perturbation to whatever they put out. What goes in is kept in `seen`."""
-        waiting = {shift.index for shift in shifts}
+        waiting = {shift.site_index for shift in shifts}
         busy: set[int] = set()
 
         def hook(shift: Shift) -> Any:
             def move(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-                if shift.index in busy:  # a layer in weight space is run again, with other weights
+                if shift.site_index in busy:  # a layer in weight space is run again, with other weights
                     return output
-                waiting.discard(shift.index)
-                busy.add(shift.index)
+                waiting.discard(shift.site_index)
+                busy.add(shift.site_index)
                 try:
-                    call = self.call(shift.index, args, kwargs, output)
+                    call = self.call(shift.site_index, args, kwargs, output)
                     if seen is not None:
-                        seen[shift.index] = call.input.clone()  # what follows may change it in place
+                        seen[shift.site_index] = call.input.clone()  # what follows may change it in place
                     return shift.site.moved(call, shift.delta.flatten(0, 1).unsqueeze(0))[0]
                 finally:
-                    busy.discard(shift.index)
+                    busy.discard(shift.site_index)
 
             return move
 
-        with hooks([(self.layers[shift.index].module, hook(shift)) for shift in shifts]):
+        with hooks([(self.layers[shift.site_index].module, hook(shift)) for shift in shifts]):
             yield
         if waiting:
             names = ", ".join(self.layers[index].label for index in sorted(waiting))

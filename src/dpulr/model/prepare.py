@@ -1,4 +1,4 @@
-"""Set-up: check a model on synthetic inputs, find the fastest way to run it that gives its losses, and return a finished `Forward`."""
+"""Set-up: check a model on synthetic inputs and find the fastest way to run it that gives its losses: a finished `Forward`."""
 
 from __future__ import annotations
 
@@ -40,18 +40,15 @@ def prepare(
     *,
     space: Space = "auto",
     method: str = "auto",
-    check_independence: bool = True,
 ) -> Forward:
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
-    `check_independence=False` lets a model mix records, which nothing then bounds: only to show that an audit notices.
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
     layers = find_layers(model)
     recordwise = reads_values(model, loss_fn, example, device)
-    if check_independence:
-        check_rows(model, loss_fn, example, device, recordwise=recordwise)
+    check_rows(model, loss_fn, example, device, recordwise=recordwise)
     generator = torch.Generator().manual_seed(_SEED)
     probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
     kind = RecordwisePasses if recordwise else HookedPasses
@@ -80,12 +77,13 @@ def check_labels(forward: Forward, targets: Tensor | None, example: tuple[Any, A
     inputs, _ = synthetic(example, 1, torch.Generator().manual_seed(0), forward.device)
     with torch.inference_mode():
         output = call_model(forward.model, inputs)
+        shapes = [tuple(leaf.shape[1:]) for leaf in pytree.tree_leaves(output)]
         try:
             forward.loss_fn(tile(output, len(labels)), labels.to(forward.device))
         except (IndexError, RuntimeError, ValueError) as problem:
             raise DataError(
                 f"the loss function does not accept the data set's labels, from {int(labels.min())} to {int(labels.max())}, with "
-                f"the model's output of shape {[tuple(leaf.shape[1:]) for leaf in pytree.tree_leaves(output)]} per record: {problem}"
+                f"the model's output of shape {shapes} per record: {problem}"
             ) from problem
 
 
@@ -126,8 +124,8 @@ def _with_plain_outputs(
 
 def _warn_of_one_layer(layer: Layer) -> None:
     warnings.warn(
-        f"{layer.label} does not return one tensor with a row per record, so the whole model around it is perturbed at once: slower "
-        "and noisier. A module of your own around that layer, which returns its output only, avoids it",
+        f"{layer.label} does not return one tensor with a row per record, so the whole model around it is perturbed at once: "
+        "slower and noisier. A module of your own around that layer, which returns its output only, avoids it",
         stacklevel=5,
     )
 
@@ -262,7 +260,7 @@ def _check_alignment(passes: Passes, probe: Probe) -> None:
             for own in (output, moved):
                 torch.manual_seed(_SEED)
                 found.append(passes.losses(clean, [Move(i, own.unsqueeze(0))])[0, 0, 1:])
-            if not torch.allclose(*found, **_CLOSE):
+            if not torch.allclose(found[0], found[1], **_CLOSE):
                 raise ModelRefused(f"downstream of {layer.label} records are mixed: noise on record 0 reaches the loss of another.")
 
 

@@ -37,7 +37,9 @@ class TracedPasses(Passes):
         with attributes_restored(model):
             self.graph = trace(model, probes[0][0], [layer.module for layer in layers])
             self.nodes = layer_nodes(self.graph, layers)
-            self._suffixes = {(i,): suffix(model, self.graph, [node]) for i, node in enumerate(self.nodes)}
+            self._suffixes: dict[tuple[int, ...], Suffix] = {
+                (i,): suffix(model, self.graph, [node]) for i, node in enumerate(self.nodes)
+            }
             wanted = {node for part in self._suffixes.values() for node in part.operands} | set(self.nodes)
             self.keep = [node for node in self.graph.nodes if node in wanted]  # what several layers together need is among it
             self.program = clean_program(model, self.graph, self.keep, self.nodes)
@@ -66,7 +68,7 @@ class TracedPasses(Passes):
             return no_losses(clean, len(moves), repeats)
         if len(moves) > 1 and any(move.also for move in moves):
             return torch.cat([self.losses(clean, [move]) for move in moves])
-        part = self.suffix(tuple(move.index for move in moves))
+        part = self.suffix(tuple(move.site_index for move in moves))
         operands = [Operand(clean.values[node], self.tilings[node]) for node in part.operands]
         with self.shifted(moves[0].also):
             output = part.program(repeats, *[move.moved.flatten(0, 1) for move in moves], *operands)

@@ -24,7 +24,7 @@ _KEPT = (1, 3)  # records that stay while the others change: some lie before the
 def reads_values(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device) -> bool:
     """Whether the forward pass turns a tensor into a Python number, as `if x.sum() > 0` does, or into a shape.
 
-    What it then does may depend on all records of the batch, on inputs that no synthetic batch shows. So it gets records one by one.
+    What it then does may depend on all records of the batch, for inputs that no synthetic batch shows. So it gets one at a time.
     """
     inputs, targets = synthetic(example, 2, torch.Generator().manual_seed(_SEED), device)
     with _buffers_restored(model), torch.inference_mode(), torch.random.fork_rng(), _ListReads() as lists, _ValueReads() as reads:
@@ -73,8 +73,8 @@ def check_rows(
                 )
     if not bool(torch.isfinite(first.losses).all()):
         raise ModelRefused(
-            f"the loss is {first.losses[~torch.isfinite(first.losses)][0].item()} before the first step, on synthetic inputs between "
-            "0 and 1. Check the initial weights and the loss function."
+            f"the loss is {first.losses[~torch.isfinite(first.losses)][0].item()} before the first step, on synthetic inputs "
+            "between 0 and 1. Check the initial weights and the loss function."
         )
 
 

@@ -41,7 +41,7 @@ class HookedPasses(Passes):
         if records == 0:
             return clean.losses.new_zeros(repeats, 0)
         with self.shifted(move.also):
-            output = self._output_with(move.index, move.moved.flatten(0, 1), clean.tiled_inputs(repeats))
+            output = self._output_with(move.site_index, move.moved.flatten(0, 1), clean.tiled_inputs(repeats))
         return self.loss_fn(output, clean.tiled_targets(repeats)).view(repeats, records)
 
     def _output_with(self, index: int, moved: Tensor, inputs: Any) -> Any:
@@ -75,6 +75,6 @@ class RecordwisePasses(HookedPasses):
             for i, (inputs, targets) in enumerate(batch):
                 one = move.one(r, i)
                 with self.shifted(one.also):
-                    output = self._output_with(one.index, one.moved[0], inputs)
+                    output = self._output_with(one.site_index, one.moved[0], inputs)
                 losses.append(self.loss_fn(output, targets))
         return torch.cat(losses).view(repeats, records) if losses else clean.losses.new_zeros(repeats, records)

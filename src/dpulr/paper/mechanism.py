@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -198,14 +199,17 @@ class FittedPaper(FittedMechanism[StepSettings]):
     def __init__(self, settings: Paper, forward: Forward, plan: Plan, *, memory_limit: int | None) -> None:
         self.settings, self.forward, self.plan = settings, forward, plan
         self.sites, self.device, self.dtype = forward.sites, forward.device, forward.dtype
-        self._sizes = [site.size for site in self.sites]
-        self.size = sum(self._sizes)
+        self.size = sum(self.part_sizes)
         self.chunks = Chunks(forward, self.sites, self.size, memory_limit)
         self.blocks = [blocks_of(site) for site in self.sites]
         self._schedules = settings.schedules(len(self.sites))
         self._warned: set[str] = set()
         if settings.simultaneous:
             self._check_simultaneous()
+
+    @cached_property
+    def part_sizes(self) -> list[int]:
+        return [site.size for site in self.sites]
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def draw_public(self, step: int) -> StepSettings:
@@ -231,10 +235,10 @@ class FittedPaper(FittedMechanism[StepSettings]):
         parts = self.parts(flat)
         at_once = given_sigma and len(chunks) > 1  # sigma is given: one clean pass does for both
         controls, extra = self._control(public, covariances) if at_once else ([], [])
-        clean = None
+        cleans: list[Clean] = []
         for chunk in chunks:
-            clean = self.forward.clean(*chunk)
-            if clean is not None:
+            cleans = self.forward.clean(*chunk)
+            for clean in cleans:
                 for blocks, call, covariance, std in zip(self.blocks, clean.calls, covariances, public.target_std, strict=True):
                     if std > 0:
                         blocks.add(call, clean.losses, covariance)
@@ -244,8 +248,8 @@ class FittedPaper(FittedMechanism[StepSettings]):
             controls, extra = self._control(public, covariances)
         for chunk in () if at_once else chunks:
             if len(chunks) > 1:
-                clean = self.forward.clean(*chunk)
-            if clean is not None:
+                cleans = self.forward.clean(*chunk)
+            for clean in cleans:
                 self.add(clean, controls, directions, parts)
         return PaperTotal(flat, controls, extra)
 
@@ -300,7 +304,7 @@ class FittedPaper(FittedMechanism[StepSettings]):
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """The sites' parts of a release."""
-        return list(flat.split_with_sizes(self._sizes))
+        return list(flat.split_with_sizes(self.part_sizes))
 
     # --- the privacy controller ---------------------------------------------------------------------------------------
     def _control(self, public: StepSettings, covariances: list[Covariance]) -> tuple[list[Controls], list[Covariance | None]]:
