@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import LOSS, Kept, accuracy, blobs, engine, gradient, small_mlp, train
+from tests.support.core import LOSS, Kept, accuracy, blobs, engine, gradient, rounded, small_mlp, state_of, train
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.engine import Released
-from dpulr.errors import BudgetError, InvalidArgument, ModelRefused, StepError
+from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.randomness import GaussianNoise, RandomSource
 
 
@@ -97,12 +97,17 @@ def test_step_takes_the_current_batch_once() -> None:
     assert private.steps_taken == 1
 
 
-def test_a_batch_changed_in_place_is_refused() -> None:
-    private = engine()
-    x, y = next(private.batches())
-    x.mul_(0)
-    with pytest.raises(StepError, match="changed in place"):
+def test_what_is_done_to_a_batch_has_no_effect() -> None:
+    """The engine computes on its own copy: neither what was handed out nor the data can be changed through it."""
+    found = []
+    for spoil in (False, True):
+        private = engine(steps=1, insecure_noise_seed=2)
+        x, y = next(private.batches())
+        if spoil:
+            x.mul_(0), y.fill_(1)
         private.step(x, y)
+        found.append(gradient(private.model))
+    assert torch.equal(*found)
 
 
 def test_no_batch_may_be_left_out() -> None:
@@ -148,8 +153,8 @@ def test_an_empty_batch_gives_a_step_of_noise() -> None:
     x, y = next(private.batches())
     assert x.shape == (0, 4)
     private.step(x, y)
-    noise = torch.from_numpy(RandomSource(4).numpy("noise").standard_normal(private.fitted.size))
-    torch.testing.assert_close(gradient(private.model), (3.0 * noise / 5.0).float())
+    noise = 3.0 * torch.from_numpy(RandomSource(4).numpy("noise").standard_normal(private.fitted.size))
+    torch.testing.assert_close(gradient(private.model), (rounded(noise, 3.0) / 5.0).float())
     assert private.steps_taken == 1
 
 
@@ -238,8 +243,7 @@ def test_batches_directions_and_noise_have_generators_of_their_own() -> None:
     source = Kept()
     engine(randomness=source)
     assert set(source.streams) == {"batches", "directions", "noise"}
-    states = {stream.bit_generator.state["state"]["state"].tobytes() for stream in source.streams.values()}
-    assert len(states) == 3
+    assert len({state_of(stream) for stream in source.streams.values()}) == 3
 
 
 def test_noise_has_the_stated_deviation_and_is_fresh_in_each_step() -> None:
@@ -250,7 +254,7 @@ def test_noise_has_the_stated_deviation_and_is_fresh_in_each_step() -> None:
     train(private)
     flat = torch.cat(draws)
     assert len(flat) == 20 * 58
-    assert len(flat.unique()) == len(flat)
+    assert len(torch.stack(draws).unique(dim=0)) == 20
     assert abs(flat.square().mean() - 1) < 5 * math.sqrt(2 / len(flat))
 
 
@@ -273,16 +277,6 @@ def test_another_source_of_randomness_is_used_and_voids_the_guarantee() -> None:
     assert "a source of one's own (randomness)" in str(spent)
     with pytest.raises(InvalidArgument, match="insecure_noise_seed or randomness, not both"):
         engine(randomness=RandomSource(), insecure_noise_seed=1)
-
-
-def test_row_independence_that_was_not_checked_voids_the_guarantee() -> None:
-    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False), nn.Linear(3, 2))
-    with pytest.raises(ModelRefused, match="mixes records"):
-        engine(network)
-    private = engine(nn.Sequential(nn.Linear(4, 2)), check_independence=False)
-    train(private)
-    assert private.privacy_spent().guarantee == "none"
-    assert "check_independence" in str(private.privacy_spent())
 
 
 def test_a_run_without_seed_is_certified() -> None:

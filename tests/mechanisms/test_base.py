@@ -80,17 +80,6 @@ def test_what_is_drawn_in_public_is_a_value(mechanism: Mechanism) -> None:
 
 
 @every
-def test_stages_leave_the_sum_alone(mechanism: Mechanism) -> None:
-    """Noise is added to a copy: two releases of one sum differ by their noise only, and no noise comes twice."""
-    fitted = fit(mechanism, all_kinds())
-    summed = total(fitted, *points(5).tensors)
-    noise = torch.linspace(-1, 1, fitted.size, dtype=torch.float64)
-    with torch.inference_mode():
-        first, second = (fitted.privatise(summed, noise.clone()).clone() for _ in range(2))
-    assert torch.equal(first, second)
-
-
-@every
 @pytest.mark.filterwarnings("ignore:the batch's gradients have no noise")
 def test_an_empty_batch_adds_nothing(mechanism: Mechanism) -> None:
     fitted = fit(mechanism, all_kinds())

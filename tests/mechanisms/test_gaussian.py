@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import norm as normal
-from tests.support.core import LOSS, directions, engine, fit, normed_mlp, points, total, train
+from tests.support.core import LOSS, directions, engine, fit, normed_mlp, points, rounded, total, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
@@ -71,6 +71,7 @@ def literal_gradient(model: nn.Module, data: TensorDataset, settings: dpulr.Gaus
                 total[n] += estimate[n] * min(1, WITH_MARGIN * bound / size)
     flat = torch.cat([part.flatten() for part in total.values()]).double()
     flat += noise * settings.max_grad_norm * torch.from_numpy(source.numpy("noise").standard_normal(len(flat)))
+    flat = rounded(flat, noise * settings.max_grad_norm)
     parts = torch.split(flat / (rate * len(data)), [p.numel() for p in total.values()])
     return {n: part.view_as(total[n]).float() for n, part in zip(total, parts, strict=True)}
 
@@ -173,7 +174,7 @@ def estimates(estimator: Any, space: Any, site: int, copies: int, sigma: float =
     x, y = torch.full((1, 1), 0.7).double(), torch.zeros(1, dtype=torch.int64)
     fitted = fit(dpulr.Gaussian(repeats=1, estimator=estimator, sigma=sigma, space=space), model, (x, y), memory_limit=2**30)
     with torch.inference_mode():
-        clean = fitted.forward.clean(x.repeat(copies, 1), y.repeat(copies))
+        clean = fitted.forward.passes.clean(x.repeat(copies, 1), y.repeat(copies))
         return fitted, fitted.estimate(clean, site, None, directions(5, torch.float64))
 
 
@@ -185,7 +186,7 @@ def smoothed(fitted: FittedGaussian, index: int) -> tuple[Tensor, Tensor]:
     weight = torch.cartesian_prod(*[torch.tensor(weights / weights.sum())] * site.dim).prod(1)
     x, y = torch.full((1, 1), 0.7).double(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
-        call = fitted.forward.clean(x, y).calls[index]
+        call = fitted.forward.passes.clean(x, y).calls[index]
 
     def loss(delta: Tensor) -> Tensor:
         if site.space == "output":
@@ -230,7 +231,7 @@ def test_chunks_of_repeats_and_records_change_nothing() -> None:
         x, y = torch.linspace(0, 1, 30).unsqueeze(1), torch.arange(30) % 2
         fitted = fit(dpulr.Gaussian(repeats=40), model, (x[:1], y[:1]), memory_limit=limit)
         with torch.inference_mode():
-            found.append(fitted.estimate(fitted.forward.clean(x, y), 0, None, directions(5)))
+            found.append(fitted.estimate(fitted.forward.passes.clean(x, y), 0, None, directions(5)))
     assert len(list(fitted.chunks.repeats(2 * fitted.chunks.row_bytes[0], 30, 40))) > 3
     torch.testing.assert_close(*found)
 

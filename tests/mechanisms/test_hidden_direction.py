@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.support.core import LOSS, all_kinds, directions, engine, fit, mlp, points, total, train
+from tests.support.core import LOSS, all_kinds, directions, engine, fit, mlp, points, rounded, total, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -67,7 +67,7 @@ def literal_step(
     names = [f"{name}.{part}" for name in layers for part in ("weight", "bias")]
     flat = torch.cat([total[name].flatten() for name in names]).double()
     flat += noise * torch.from_numpy(source.numpy("noise").standard_normal(len(flat)))
-    flat /= rate * len(dataset)
+    flat = rounded(flat, noise) / (rate * len(dataset))
     parts = torch.split(flat.float(), [total[name].numel() for name in names])
     return {
         name: part.view_as(total[name]) / mean_overlap(layers[name.split(".")[0]].out_features)
@@ -113,7 +113,7 @@ def test_a_record_s_signal_depends_on_that_record_alone(antithetic: bool) -> Non
     with torch.inference_mode():
         public = fitted.draw_public(0)
         for batch in (x, other):
-            clean = fitted.forward.clean(batch, y)
+            clean = fitted.forward.passes.clean(batch, y)
             signals.append([signal[0] for signal in fitted.estimates(clean, public, directions(4))])
     for a, b in zip(*signals, strict=True):
         assert torch.equal(a, b)
@@ -135,7 +135,7 @@ def test_each_draw_keeps_its_own_bit() -> None:
     many, one = fit(dpulr.HiddenDirection(repeats=4), mlp()), fit(dpulr.HiddenDirection(repeats=1), mlp())
     z = directions(6).sphere(4, 7, many.sites[0].dim)
     with torch.inference_mode():
-        clean = many.forward.clean(x, y)
+        clean = many.forward.passes.clean(x, y)
         together = next(many.estimates(clean, [None, None], Fixed(z)))
         single = [next(one.estimates(clean, [None, None], Fixed(z[k : k + 1]))) for k in range(4)]
     assert torch.allclose(together, torch.stack(single).mean(0), atol=1e-6)
@@ -194,7 +194,7 @@ def test_subspace_release_lifts_to_the_gradient_of_the_full_space() -> None:
     fitted, whole = (fit(dpulr.HiddenDirection(subspace=m), all_kinds()) for m in (2, None))
     x, y = points(4).tensors
     with torch.inference_mode():
-        clean = fitted.forward.clean(x, y)
+        clean = fitted.forward.passes.clean(x, y)
         for small, full, call, basis in zip(fitted.sites, whole.sites, clean.calls, fitted.draw_public(0), strict=True):
             signal, scale = torch.randn(4, small.dim), torch.rand(4)
             part, other = torch.zeros(small.size), torch.zeros(full.size)
@@ -217,7 +217,7 @@ def test_mean_signal_points_along_the_gradient(antithetic: bool) -> None:
     fitted = fit(dpulr.HiddenDirection(subspace=None, radius=1e-3, antithetic=antithetic), model)
     x, y = (tensor[:1].repeat(draws, *[1] * (tensor.dim() - 1)) for tensor in points().tensors)
     with torch.inference_mode():
-        signal = next(fitted.estimates(fitted.forward.clean(x, y), [None, None], directions(9)))
+        signal = next(fitted.estimates(fitted.forward.passes.clean(x, y), [None, None], directions(9)))
     hidden = model[0](x[:1]).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(LOSS(model[1:](hidden), y[:1]).sum(), hidden)
     wanted = mean_overlap(5) * gradient[0] / gradient.norm()

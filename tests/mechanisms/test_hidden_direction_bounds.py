@@ -53,7 +53,7 @@ def test_operator_norm_of_the_gradient_map_is_at_most_one(space: Any) -> None:
     fitted = fit(dpulr.HiddenDirection(subspace=None, space=space, layer_weights=(1.0,) * 5), all_kinds())
     x, y = points(6).tensors
     with torch.inference_mode():
-        clean = fitted.forward.clean(5 * x, y)
+        clean = fitted.forward.passes.clean(5 * x, y)
         for site, call in zip(fitted.sites, clean.calls, strict=True):
             for record in range(6):
                 columns = []
@@ -79,7 +79,7 @@ def test_a_broken_record_leaves_the_others_alone() -> None:
     broken[2] = math.nan
     kept = torch.tensor([True, True, False, True])
     with torch.inference_mode():
-        clean = fitted.forward.clean(x, y)
+        clean = fitted.forward.passes.clean(x, y)
         signal = next(fitted.estimates(clean, [None, None], directions(3)))
     some = parts_of(fitted, broken, y, seed=3)
     weight = fitted.weights[0]
@@ -148,7 +148,7 @@ def test_raising_is_no_second_draw() -> None:
     records = 4_000
     x, y = torch.zeros(records, 6), torch.zeros(records, dtype=torch.int64)
     with torch.inference_mode():
-        clean = fitted.forward.clean(x, y)
+        clean = fitted.forward.passes.clean(x, y)
         assert clean is not None
         signal = next(fitted.estimates(clean, [None, None], directions(11)))
     assert 0 < int((signal == 0).all(1).sum()) < records

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.core import LOSS, accuracy, engine, fit, gradient, normed_mlp, points, total, train
+from tests.support.core import LOSS, accuracy, engine, fit, gradient, normed_mlp, points, rounded, total, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -84,7 +84,7 @@ def literal_gradient(model: nn.Module, records: TensorDataset, settings: dpulr.Z
         slopes = np.array([(loss(row, r * z) - loss(row, -r * z)) / (2 * r) for z in directions])
         total += slopes * min(1, WITH_MARGIN * settings.max_grad_norm / np.linalg.norm(slopes))
     total += 0.7 * settings.max_grad_norm * source.numpy("noise").standard_normal(settings.repeats)
-    total /= rate * len(records)
+    total = rounded(total, 0.7 * settings.max_grad_norm) / (rate * len(records))
     return sum(s * z for s, z in zip(total, directions, strict=True)) / math.sqrt(settings.repeats * sum(sizes))
 
 

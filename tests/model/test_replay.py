@@ -106,7 +106,7 @@ def test_losses_are_those_of_the_whole_model(name: str) -> None:
         forward = built(make, example, method=method)
         batch = example(4)
         with torch.inference_mode():
-            clean = forward.clean(*batch)
+            clean = forward.passes.clean(*batch)
             for i, site in enumerate(forward.sites):
                 delta = torch.randn(3, 4, *site.output_shape)
                 found = forward.losses(clean, i, clean.calls[i].output + delta)
@@ -124,7 +124,7 @@ def test_one_pass_for_many_sites_gives_the_losses_of_each_alone(name: str) -> No
     choices = [tuple(range(count)), tuple(range(0, count, 2)), *itertools.permutations(range(count), 2)]
     batch = example(4)
     with torch.inference_mode():
-        clean = forward.clean(*batch)
+        clean = forward.passes.clean(*batch)
         moved = [clean.calls[i].output + torch.randn(3, 4, *site.output_shape) for i, site in enumerate(forward.sites)]
         alone = [literal(forward, batch, i, rows - clean.calls[i].output) for i, rows in enumerate(moved)]
         for sites in choices:
@@ -138,7 +138,7 @@ def test_a_record_that_raises_on_the_way_raises_alone() -> None:
     forward = built(lambda: model, flat)
     batch = flat(4)
     with torch.inference_mode():
-        clean = forward.clean(*batch)
+        clean = forward.passes.clean(*batch)
         moved = [call.output.repeat(2, 1, 1) for call in clean.calls]
         moved[0][1, 2, 0] = 1e6
         losses = forward.all_losses(clean, [Move(i, rows) for i, rows in enumerate(moved)])
@@ -162,7 +162,7 @@ def test_what_cannot_is_run_whole_and_said_once(name: str) -> None:
         forward = prepare(make(), LOSS, example(1), CPU)
         with torch.inference_mode():
             for _ in range(3):
-                clean = forward.clean(*example(2))
+                clean = forward.passes.clean(*example(2))
                 forward.losses(clean, 0, clean.calls[0].output.unsqueeze(0))
     assert type(forward.passes) is kind
     assert len(caught) == 1
@@ -179,7 +179,7 @@ def test_only_what_lies_downstream_is_replayed() -> None:
     for name, module in model.named_modules():
         module.register_forward_hook(lambda m, a, o, name=name: calls.append(name))
     with torch.inference_mode():
-        clean = forward.clean(*flat(2))
+        clean = forward.passes.clean(*flat(2))
         calls.clear()
         forward.losses(clean, 1, clean.calls[1].output.unsqueeze(0))
     assert calls == ["4", "5"]
@@ -190,8 +190,8 @@ def test_a_branch_on_values_belongs_to_the_record() -> None:
     forward = built(zoo.ValueBranch, flat)
     x, y = torch.full((1, 6), 0.1), torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
-        alone = forward.clean(x, y).losses
-        beside = forward.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
+        alone = forward.passes.clean(x, y).losses
+        beside = forward.passes.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
     assert alone[0] == beside[0]
 
 
@@ -212,8 +212,8 @@ def test_however_values_are_read_a_record_chooses_for_itself_alone(name: str) ->
     forward = built(lambda: zoo.Reads(READS[name]), flat)
     x, y = torch.full((1, 6), 0.1), torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
-        alone = forward.clean(x, y).losses
-        beside = forward.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
+        alone = forward.passes.clean(x, y).losses
+        beside = forward.passes.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
     assert alone[0] == beside[0]
 
 
@@ -232,7 +232,7 @@ def test_a_layer_that_a_branch_leaves_out_never_stops_a_step() -> None:
     assert [site.name for site in forward.sites] == [""]
     x, y = torch.cat([torch.full((1, 6), 1.0), torch.full((1, 6), -1.0)]), torch.zeros(2, dtype=torch.int64)
     with torch.inference_mode():
-        clean = forward.clean(x, y)
+        clean = forward.passes.clean(x, y)
         delta = torch.zeros(1, 2, forward.sites[0].dim)
         delta[..., : 6 * 5 + 5] = 1.0  # the weights of `low`
         moved = forward.losses(clean, 0, forward.sites[0].moved(clean.calls[0], delta))[0]
@@ -302,7 +302,7 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
         warnings.simplefilter("ignore")
         forward = prepare(model, LOSS, example(1), CPU)
         with torch.inference_mode(), forward.checked_mode():
-            forward.clean(*example(2))
+            forward.passes.clean(*example(2))
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert [(set(vars(m)), m.training, dict(m._forward_hooks)) for m in model.modules()] == attributes
@@ -318,8 +318,8 @@ def test_steps_run_in_the_mode_that_was_checked() -> None:
     model.train()
     x, y = flat(3)
     with torch.inference_mode(), forward.checked_mode():
-        losses = forward.clean(x, y).losses
-        torch.testing.assert_close(forward.clean(x[:1], y[:1]).losses, losses[:1])
+        losses = forward.passes.clean(x, y).losses
+        torch.testing.assert_close(forward.passes.clean(x[:1], y[:1]).losses, losses[:1])
     assert model.training
     assert model[1].num_batches_tracked == 0
 
@@ -344,6 +344,6 @@ def test_dropout_is_replayed_with_fresh_masks() -> None:
     forward = built(lambda: model, flat)
     assert isinstance(forward.passes, TracedPasses)
     with torch.inference_mode():
-        clean = forward.clean(*flat(2))
+        clean = forward.passes.clean(*flat(2))
         losses = forward.losses(clean, 0, clean.calls[0].output.expand(4, -1, -1))
     assert len(losses[:, 0].unique()) == 4

@@ -26,7 +26,7 @@ def test_the_spectrum_is_that_of_the_dense_matrix(make: Any, records: int) -> No
     fitted, x, y = fitted_to(make, dpulr.Paper(**BASE), records)
     literal = Literal(fitted.forward.model, data(records), fitted.settings, rate=1.0, threshold=records)
     with torch.inference_mode():
-        clean = fitted.forward.clean(x, y)
+        clean = fitted.forward.passes.clean(x, y)
         for blocks, call, layer in zip(fitted.blocks, clean.calls, literal.layers, strict=True):
             covariance = Covariance(blocks, fitted.dtype, CPU)
             blocks.add(call, clean.losses, covariance)
@@ -54,7 +54,7 @@ def test_embeddings_have_a_block_per_token() -> None:
     x, y = torch.tensor([[1, 2], [2, 2], [0, 5], [3, 4]]), torch.tensor([0, 1, 2, 0])
     fitted = fit(dpulr.Paper(**BASE), model, (x[:1], y[:1]))
     with torch.inference_mode():
-        clean = fitted.forward.clean(x, y)
+        clean = fitted.forward.passes.clean(x, y)
         covariance = Covariance(fitted.blocks[0], fitted.dtype, CPU)
         fitted.blocks[0].add(clean.calls[0], clean.losses, covariance)
         squares = clean.losses.square()
@@ -69,7 +69,7 @@ def test_records_that_are_not_finite_add_nothing_to_a_convolution(bad: float) ->
     found = []
     with torch.inference_mode():
         for records in (x[:5], torch.cat([x[:5], torch.full_like(x[:1], bad)])):
-            clean = fitted.forward.clean(records, y[: len(records)])
+            clean = fitted.forward.passes.clean(records, y[: len(records)])
             covariances = [Covariance(blocks, fitted.dtype, CPU) for blocks in fitted.blocks]
             for blocks, call, covariance in zip(fitted.blocks, clean.calls, covariances, strict=True):
                 blocks.add(call, clean.losses, covariance)

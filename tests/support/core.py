@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,17 @@ def parts_of(fitted: Any, inputs: Any, targets: Any, seed: int = 1) -> list[Tens
 
 def directions(seed: int, dtype: torch.dtype = torch.float32) -> Any:
     return RandomSource(seed).directions(CPU, dtype)
+
+
+def rounded(values: Any, noise_std: float) -> Any:
+    """Onto the public grid of a release: the power of two at or below the noise, over 1,024."""
+    spacing = 2.0 ** (math.floor(math.log2(noise_std)) - 10)
+    return (values / spacing).round() * spacing
+
+
+def state_of(stream: np.random.Generator) -> str:
+    """What a generator will draw next, as text."""
+    return str(stream.bit_generator.state)
 
 
 class Kept(RandomSource):
