@@ -1,4 +1,4 @@
-"""The data sets and models that come with the package, and the accuracy that is printed for them."""
+"""The data set and the models that come with the package, and its public names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.data import idx
@@ -80,26 +79,9 @@ def test_seeds_fix_the_weights_and_nothing_else(make: object) -> None:
     assert not torch.equal(next(iter(first.parameters())), next(iter(other.parameters())))
 
 
-def test_evaluate_counts_right_answers_and_leaves_the_mode() -> None:
-    model = nn.Sequential(nn.Dropout(0.9), nn.Identity())
-    outputs = torch.eye(4).repeat(3, 1)
-    data = TensorDataset(outputs, torch.tensor([0, 1, 2, 0] * 3))
-    assert dpulr.evaluate(model, data, batch_size=5) == 0.75
-    assert model.training
-    assert dpulr.evaluate(model.eval(), data) == 0.75
-    assert not model.training
-
-
 def test_public_names_exist() -> None:
     for name in dpulr.__all__:
         assert getattr(dpulr, name) is not None
     assert set(dpulr.__all__) <= set(dir(dpulr))
     with pytest.raises(AttributeError, match="'nothing'"):
         dpulr.nothing  # noqa: B018
-
-
-def test_evaluate_refuses_a_single_output() -> None:
-    """The largest of one output is always the first: an accuracy that says nothing."""
-    data = TensorDataset(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
-    with pytest.raises(ValueError, match=r"outputs of shape \(4, 1\)"):
-        dpulr.evaluate(nn.Linear(3, 1), data)

@@ -9,6 +9,8 @@ import sys
 import venv
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -18,6 +20,7 @@ def readme_program() -> str:
     return match.group(1)
 
 
+@pytest.mark.slow
 def test_wheel_runs_the_readme_program_in_an_empty_environment(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path], cwd=ROOT, check=True)
     (wheel,) = tmp_path.glob("*.whl")

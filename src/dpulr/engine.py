@@ -7,12 +7,12 @@ before the step that would exceed the target epsilon.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from dpulr import accounting, validate
@@ -20,6 +20,7 @@ from dpulr.accounting.events import Charge, Unaccounted
 from dpulr.accounting.statement import Guarantee
 from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.model.batches import copied
 from dpulr.model.losses import LossFunction
 from dpulr.model.prepare import check_labels, prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
@@ -105,7 +106,7 @@ class PrivacyEngine:
         self.ledger = accounting.Ledger()
         self._sampler = self.plan.sampler()
         self._batch_rng, self._noise = source.batches(), source.noise(self.fitted.size)
-        self._directions = source.directions(device, self.forward.dtype)
+        self._directions, self._model_randomness = source.directions(device, self.forward.dtype), source.model_randomness
         self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
         self._gradient_of = {
             parameter: buffers[name]
@@ -113,8 +114,8 @@ class PrivacyEngine:
             for name, parameter in site.parameters.items()
         }
         self._observers: list[Callable[[Released], None]] = []
+        self._own: Batch = ((), ())
         self._current: Batch | None = None
-        self._versions: list[int] = []
 
     # --- training -----------------------------------------------------------------------------------------------------
     def batches(self, steps: int | None = None) -> Iterator[Batch]:
@@ -123,8 +124,8 @@ class PrivacyEngine:
         while self.steps_taken < end:
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
                 sampler = self._sampler.with_threshold(self.plan.at(self.steps_taken).rejection_threshold)
-                self._current = self.records.take(sampler.draw(self.records.size, self._batch_rng))
-                self._versions = _versions(self._current)
+                self._own = self.records.take(sampler.draw(self.records.size, self._batch_rng))
+                self._current = copied(self._own)
             yield self._current
             if self._current is not None:
                 raise StepError(
@@ -137,7 +138,7 @@ class PrivacyEngine:
         batch, number = self._taken(inputs, targets), self.steps_taken
         self.ledger.append(self.plan.at(number).event)
         self._noise.prepare()
-        with torch.inference_mode(), torch.autocast(self.records.device.type, enabled=False), self.forward.checked_mode():
+        with self._computing():
             public = self.fitted.draw_public(number)
             total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
             values = self.fitted.privatise(total, self._noise.draw().to(self.forward.device))
@@ -147,24 +148,38 @@ class PrivacyEngine:
         self._assign()
         self.optimizer.step()
 
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Without gradients, in full precision, in the mode that was checked, with secret randomness in the model."""
+        device, precision = self.forward.device, torch.get_float32_matmul_precision()
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+            stack.enter_context(self.forward.checked_mode())
+            stack.enter_context(self._model_randomness(device))
+            torch.set_float32_matmul_precision("highest")
+            stack.callback(torch.set_float32_matmul_precision, precision)
+            yield
+
     def on_release(self, observer: Callable[[Released], None]) -> Callable[[], None]:
         """Call `observer` with everything that each step makes public. Returns a function that ends this."""
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
 
     def _taken(self, inputs: Any, targets: Any) -> Batch:
-        """The current batch, if it is the one that was given; it is used up by that."""
+        """The engine's own copy of the current batch, if that is what was given; it is used up by that.
+
+        So nothing that was done to what `batches` handed out has an effect.
+        """
         if self._current is None or inputs is not self._current[0] or targets is not self._current[1]:
             raise StepError(
                 "step() takes the current batch of engine.batches(), once, as it came. Another batch, or one used twice, was not "
                 "sampled the way the guarantee assumes."
             )
-        if _versions(self._current) != self._versions:
-            raise StepError("the batch was changed in place since it was drawn. step() takes it as it came.")
         if self.steps_taken >= self.planned_steps:
             raise StepError(f"all {self.planned_steps} planned steps are taken; this one would exceed the budget.")
         self._current = None
-        return inputs, targets
+        return self._own
 
     def _assign(self) -> None:
         """Hand the gradients to the optimizer. Whatever else stood there did not come from this step."""
@@ -250,8 +265,3 @@ def _source(insecure_noise_seed: int | None, randomness: RandomSource | None) ->
             raise InvalidArgument("give insecure_noise_seed or randomness, not both.")
         validate.whole_number("insecure_noise_seed", insecure_noise_seed, 0)
     return RandomSource(insecure_noise_seed) if randomness is None else randomness
-
-
-def _versions(batch: Batch) -> list[int]:
-    """How often each tensor of the batch has been changed in place."""
-    return [leaf._version for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_inference()]

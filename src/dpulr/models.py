@@ -1,4 +1,4 @@
-"""The paper's models. Each takes images of shape (channels, height, width) and returns one number a class."""
+"""The paper's models. Each takes images of shape (channels, height, width) and returns one number per class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MLP_SIZES", "ResNet5", "cnn", "mlp", "resnet5"]
+from dpulr.errors import InvalidArgument
+
+__all__ = ["MLP_SIZES", "ResNet5", "mlp", "resnet5"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,28 +29,12 @@ def mlp(sizes: Sequence[int] = MLP_SIZES["small"], *, seed: int | None = None) -
     Weights start as He et al. (2015) propose: torch's own start is smaller, and under noise it takes epochs to grow out of it.
     """
     if len(sizes) < 2:
-        raise ValueError(f"sizes must hold at least the number of inputs and of classes; got {list(sizes)}.")
+        raise InvalidArgument(f"sizes must hold at least the number of inputs and of classes; got {list(sizes)}.")
     with _initial(seed):
         layers: list[nn.Module] = [nn.Flatten()]
         for width_in, width_out in pairwise(sizes):
             layers += [nn.Linear(width_in, width_out), nn.GELU()]
         return _he(nn.Sequential(*layers[:-1]))
-
-
-def cnn(channels: int = 1, classes: int = 10, *, seed: int | None = None) -> nn.Sequential:
-    """A small convolutional network for images of 28 x 28: two convolutions, each followed by pooling, and a linear layer."""
-    with _initial(seed):
-        model = nn.Sequential(
-            nn.Conv2d(channels, 16, 5, stride=2, padding=2),
-            nn.GELU(),
-            nn.AvgPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.GELU(),
-            nn.AvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(32 * 9, classes),
-        )
-        return _he(model)
 
 
 class ResNet5(nn.Module):

@@ -1,7 +1,7 @@
-"""Where secret randomness comes from: the operating system, one generator for each purpose.
+"""Where secret randomness comes from: a cipher (AES in counter mode), keyed by the operating system, one stream for each purpose.
 
 torch's CPU generator uses 32 bits of its seed only, and its float32 normals end at 5.77 standard deviations (docs/pitfalls.md).
-So batches, directions and noise on the CPU are drawn by numpy, seeded with 192 bits.
+So batches, directions and noise are drawn by numpy from 256 secret bits, and moved to the device.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import NoReturn
 
 import numpy as np
 import torch
+from randomgen import AESCounter
 from torch import Tensor
 
 from dpulr.norms import row_norm
@@ -53,6 +55,10 @@ class RandomSource:
     def noise(self, size: int) -> GaussianNoise:
         return GaussianNoise(size, self.numpy("noise"))
 
+    def model_randomness(self, device: torch.device) -> AbstractContextManager[None]:
+        """While it lasts, what a model draws by itself is secret. With an insecure seed: torch's own generators, as they are."""
+        return secret_model_randomness(device) if self.insecure_seed is None else nullcontext()
+
 
 class SecretGenerator(np.random.Generator):
     """Seeded by the operating system. It can't be copied or stored, and a forked process gets a fresh one: no draw comes twice."""
@@ -68,8 +74,10 @@ class SecretGenerator(np.random.Generator):
 _secret: weakref.WeakSet[SecretGenerator] = weakref.WeakSet()
 
 
-def _fresh() -> np.random.SFC64:
-    return np.random.SFC64(np.random.SeedSequence(secrets.randbits(256), pool_size=8))
+def _fresh() -> np.random.BitGenerator:
+    """A secret key, and a secret place to start counting."""
+    bits: np.random.BitGenerator = AESCounter(key=secrets.randbits(128), counter=secrets.randbits(128))
+    return bits
 
 
 _held: list[SecretGenerator] = []
@@ -133,9 +141,6 @@ class Directions:
 
     def __init__(self, rng: np.random.Generator, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
-        self._torch: torch.Generator | None = None
-        if device.type != "cpu":
-            self._torch = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
         self._expected: list[int] = []
         self._rng, self._ahead = rng, Ahead(lambda size: rng.standard_normal(size, dtype=np.float32))
 
@@ -145,17 +150,15 @@ class Directions:
         self._start_next()
 
     def _start_next(self) -> None:
-        size = self._expected.pop() if self._expected and self._torch is None else 0
+        size = self._expected.pop() if self._expected else 0
         if size >= _WORTH_A_THREAD:
             self._ahead.start(size)
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal."""
-        if self._torch is not None:
-            return torch.randn(shape, generator=self._torch, device=self.device, dtype=self.dtype)
         numbers = self._ahead.take(math.prod(shape))
         self._start_next()
-        return torch.from_numpy(numbers).view(shape).to(self.dtype)
+        return torch.from_numpy(numbers).view(shape).to(self.device, self.dtype)
 
     def sphere(self, *shape: int) -> Tensor:
         """Uniform on the unit sphere of the last axis."""
@@ -197,3 +200,35 @@ class GaussianNoise:
         """A fresh float64 vector. No draw is ever returned twice."""
         self.prepare()
         return torch.from_numpy(self._ahead.take(self.size))
+
+
+_TWISTER_WORDS, _TWISTER_OFFSET = 624, 24
+_TWISTER_TEMPLATE = torch.Generator().manual_seed(0).get_state()
+
+
+@contextmanager
+def secret_model_randomness(device: torch.device) -> Iterator[None]:
+    """Whatever a model draws (dropout, noise layers) comes from a fresh secret state; torch's own generators are put back after.
+
+    On the CPU all 624 words of its generator are the operating system's; an accelerator's generator takes a seed of 64 bits.
+    """
+    before = torch.default_generator.get_state()
+    elsewhere = None if device.type == "cpu" else torch.get_device_module(device)
+    there = None if elsewhere is None else elsewhere.get_rng_state(device)
+    try:
+        torch.default_generator.set_state(secret_torch_state())
+        if elsewhere is not None:
+            elsewhere.manual_seed(secrets.randbits(63))
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+        if elsewhere is not None:
+            elsewhere.set_rng_state(there, device)
+
+
+def secret_torch_state() -> Tensor:
+    """A state of torch's CPU generator (a Mersenne twister) whose words are the operating system's."""
+    state = _TWISTER_TEMPLATE.clone()
+    words = state[_TWISTER_OFFSET : _TWISTER_OFFSET + 8 * _TWISTER_WORDS].numpy().view(np.uint64)
+    words[:] = np.frombuffer(secrets.token_bytes(4 * _TWISTER_WORDS), dtype=np.uint32)
+    return state

@@ -3,16 +3,21 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from dpulr import accounting as acc
 from dpulr.accounting import events
+from dpulr.accounting.dominating_pairs import atoms
 
 SAMPLES = [
     acc.GaussianRelease(2.0),
-    acc.HiddenDirectionRelease((acc.HiddenSite(128, 0.5, 4, 2), acc.HiddenSite(10, 1.0)), (3.0,)),
-    acc.PaperRelease(4.0, 4),
+    acc.HiddenDirectionRelease((acc.HiddenSite(128, 0.5, 4), acc.HiddenSite(10, 1.0)), (3.0,)),
+    acc.PaperRelease(4.0, 4, ("batches were shuffled",)),
+    acc.GaussianRelease(2.0, mechanism="zeroth-order"),
     acc.Unaccounted("shuffled batches"),
     acc.SampledStep(acc.GaussianRelease(2.0), 0.01, 5, 1000),
     acc.Charge(acc.SampledStep(acc.PaperRelease(4.0), 0.01), 7),
@@ -57,58 +62,108 @@ def test_unknown_release_has_no_price():
         acc.epsilon(["gaussian"], 1e-5)
 
 
-def good(**change):
-    given = {"noise_multiplier": 2.0, "sample_rate": 0.01, "steps": 10, "delta": 1e-5, **change}
-    return acc.gaussian_epsilon(**given)
+def test_releases_state_their_facts():
+    gaussian, hidden = acc.GaussianRelease(2.0), acc.HiddenDirectionRelease((acc.HiddenSite(10, 2.0, 4),), (3.0,))
+    assert (gaussian.mechanism, hidden.mechanism, acc.PaperRelease(4.0).mechanism) == ("gaussian", "hidden-direction", "paper")
+    assert (gaussian.secrets, hidden.secrets) == ("noise and batches", "noise, directions and batches")
+    assert gaussian.certified
+    assert hidden.certified
+    assert not acc.PaperRelease(4.0).certified
+    assert gaussian.equivalent_noise() == 2.0
+    assert acc.GaussianRelease(2.0, "zeroth-order").scaled(1.5) == acc.GaussianRelease(3.0, "zeroth-order")
+    assert hidden.scaled(0.5) == acc.HiddenDirectionRelease((acc.HiddenSite(10, 1.0, 4),), (1.5,))
+    assert gaussian.claimed() is gaussian
+    for cells in (gaussian.pair(), hidden.pair()):
+        assert cells.p.sum() == pytest.approx(1)
+        assert cells.q.sum() == pytest.approx(1)
 
 
-def hidden(**change):
-    given = {"noise_multiplier": 2.0, "dims": [10, 4], "sample_rate": 0.01, "steps": 10, "delta": 1e-5, **change}
-    return acc.hidden_direction_epsilon(**given)
+# A release from outside the package: registered, charged, written, read, priced, stated. No file of the package knows it.
 
 
-@pytest.mark.parametrize("name", ["noise_multiplier", "sample_rate", "delta"])
-@pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, math.inf, "2", None, True])
-def test_bad_numbers(name, value):
-    with pytest.raises(ValueError, match=name):
-        good(**{name: value})
+@acc.register_release
+@dataclasses.dataclass(frozen=True)
+class Coin(acc.Release):
+    """Tells by a biased coin whether the record is there; `bias` is the log of the odds."""
+
+    kind = "coin"
+    secrets = "coins and batches"
+    bias: float
+
+    def pair(self):
+        heads = 1 / (1 + math.exp(-self.bias))
+        p, q = np.array([heads, 1 - heads]), np.array([1 - heads, heads])
+        return atoms(np.log(q / p), p, q)
+
+    def equivalent_noise(self):
+        return 2 / self.bias
+
+    def scaled(self, factor):
+        return Coin(self.bias / factor)
 
 
-@pytest.mark.parametrize(("name", "value"), [("sample_rate", 1.0001), ("delta", 1.0), ("delta", 1.5)])
-def test_numbers_out_of_range(name, value):
-    with pytest.raises(ValueError, match=name):
-        good(**{name: value})
+def test_a_release_from_outside():
+    step = acc.SampledStep(Coin(0.5), 1.0)
+    assert acc.epsilon([acc.Charge(step, 1)], 1e-9) == pytest.approx(0.5, rel=1e-3)
+    ledger = acc.Ledger([acc.Charge(step, 7), acc.Charge(acc.SampledStep(acc.GaussianRelease(5.0), 0.1), 3)])
+    again = acc.Ledger.from_dict(json.loads(json.dumps(ledger.to_dict())))
+    assert again == ledger
+    assert again.certified
+    spent = acc.privacy_spent([acc.Charge(step, 7)], 1e-5)
+    assert spent.guarantee == "certified"
+    assert spent.epsilon <= 3.51
+    assert "7 steps of the coin mechanism" in str(spent)
+    assert "secret coins and batches" in str(spent)
+    assert acc.epsilon([acc.Charge(step, 20)], 1e-5) <= acc.epsilon([acc.Charge(step, 20)], 1e-5, "rdp")
+    noise = acc.calibrate_release(lambda noise: Coin(1 / noise), target_epsilon=1.0, delta=1e-5, sample_rate=0.1, steps=30)
+    assert acc.epsilon([acc.Charge(acc.SampledStep(Coin(1 / noise), 0.1), 30)], 1e-5) <= 1.0
+    assert acc.max_steps(step, target_epsilon=3.01, delta=1e-9) == 6
+    assert Coin(0.5).log_ratio(np.zeros(1), np.zeros(1)) is None
 
 
-@pytest.mark.parametrize("value", [1.5, -1, 10.0, math.nan, None])
-def test_steps_must_be_whole(value):
-    with pytest.raises(ValueError, match="steps"):
-        good(steps=value)
+def test_what_can_not_be_registered():
+    @dataclasses.dataclass(frozen=True)
+    class NoPair(acc.Release):
+        kind = "no-pair"
+
+    @dataclasses.dataclass
+    class NotFrozen(acc.Release):
+        kind = "not-frozen"
+        certified = False
+
+    @dataclasses.dataclass(frozen=True)
+    class Nameless(Coin):
+        pass
+
+    @dataclasses.dataclass(frozen=True)
+    class Impostor(acc.Release):
+        kind = "gaussian"
+        certified = False
+
+    @dataclasses.dataclass(frozen=True)
+    class PaperImpostor(acc.Release):
+        kind = "paper"
+        certified = False
+
+    for cls, message in (
+        (NoPair, "no method `pair`"),
+        (NotFrozen, "frozen dataclass"),
+        (Nameless, "of its own"),
+        (Impostor, "GaussianRelease has already"),
+        (PaperImpostor, "PaperRelease has already"),
+        (int, "derive from accounting.Release"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            acc.register_release(cls)
+    with pytest.raises(ValueError, match="Nameless is not an event this version knows"):
+        acc.epsilon([acc.Charge(acc.SampledStep(Nameless(0.5), 0.1), 1)], 1e-5)
 
 
-def test_no_steps_cost_nothing():
-    assert good(steps=0) == 0.0
-    assert hidden(steps=0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dims": []}, "dims is empty"),
-        ({"layer_weights": [1.0]}, "layer_weights has 1 entries for 2 layers"),
-        ({"layer_weights": [1.0, 0.0]}, "layer_weights is 0.0"),
-        ({"repeats": [1, 2, 3]}, "repeats has 3"),
-        ({"repeats": 0}, "repeats is 0"),
-        ({"dims": [10.5, 4]}, "dim is 10.5"),
-        ({"dims": [0, 4]}, "dim is 0"),
-        ({"repeats": 6, "frames": 4}, "multiple of frame"),
-        ({"repeats": 16, "frames": 16}, "only 10 orthonormal directions fit"),
-        ({"rejection_threshold": 3}, "min_dataset_size"),
-        ({"rejection_threshold": 300, "min_dataset_size": 200}, "no batch would ever be accepted"),
-        ({"rejection_threshold": 2.5, "min_dataset_size": 200}, "rejection_threshold is 2.5"),
-        ({"method": "moments"}, "method is 'moments'"),
-    ],
-)
-def test_bad_layers_and_thresholds(change, message):
-    with pytest.raises(ValueError, match=message):
-        hidden(**change)
+def test_the_paper_is_found_when_a_ledger_names_it():
+    code = (
+        "from dpulr.accounting import events\n"
+        "import sys\n"
+        "assert 'dpulr.paper.nominal' not in sys.modules\n"
+        "assert events.from_dict({'kind': 'paper', 'target_std': 4.0}).mechanism == 'paper'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,14 +1,15 @@
-"""Planning: each quantity from the others, as a table and as JSON; the paper's settings; the figure's data."""
+"""Planning: each quantity from the others, as a table and as JSON; epochs become steps by one rule."""
 
 import json
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dpulr import accounting as acc
-from dpulr.accounting.planning import main, plan
-from reproduction import figure_bound
-from reproduction import paper_epsilons as paper_settings
+from dpulr.accounting.planning import epochs_of, plan, steps_of
+from dpulr.errors import BudgetError, InvalidArgument
 
 FULL = {"epsilon": 1.0, "noise_multiplier": 2.0, "batch_size": 500, "epochs": 10.0, "dataset_size": 60_000}
 
@@ -87,45 +88,48 @@ def test_hidden_direction_plan():
     ],
 )
 def test_bad_plans(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         plan(**{**FULL, **change})
 
 
-def test_command_line(capsys):
-    arguments = ["--noise-multiplier", "2", "--batch-size", "500", "--epochs", "10", "--dataset-size", "60000"]
-    assert main([*arguments, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["epsilon"] == plan(**without("epsilon")).epsilon
-    assert main(arguments) == 0
-    assert "<- computed" in capsys.readouterr().out
-    assert main([*arguments, "--mechanism", "hidden-direction", "--dims", "10", "4", "--repeats", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["mechanism"] == "hidden-direction"
-    with pytest.raises(SystemExit):
-        main(["--epsilon", "1"])
+def test_a_mechanism_may_be_a_function():
+    ours = plan(**without("noise_multiplier"), mechanism=lambda noise: acc.GaussianRelease(noise, mechanism="mine"))
+    by_name = plan(**without("noise_multiplier"))
+    assert ours.mechanism == "mine"
+    assert ours.noise_multiplier == by_name.noise_multiplier
 
 
-def test_paper_settings_cover_all_fifteen():
-    rows = paper_settings.paper_settings()
-    assert [(row.batch_size, row.target_std) for row in rows] == [
-        (batch, noise) for batch in (64, 200, 500) for noise in (0.5, 1.0, 2.0, 4.0, 8.0)
-    ]
-    for row in rows:
-        assert bool(row.violated) == (row.target_std < 4)
-        assert row.hidden < row.by_layer
-        assert row.joint < row.by_layer
-    assert rows[-5].joint == pytest.approx(18.59, rel=0.01)
-    assert rows[-3].hidden == pytest.approx(0.269, rel=0.01)
-    assert paper_settings.markdown(rows).count("\n") == 16
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("epochs", {"noise_multiplier": 0.1}, "Not even one step"),
+        ("batch_size", {"noise_multiplier": 0.1, "epochs": 100.0}, "Not even batches of one record"),
+        ("dataset_size", {"noise_multiplier": 0.01}, "No data set is large enough"),
+    ],
+)
+def test_budgets_that_nothing_meets(name, change, message):
+    with pytest.raises(BudgetError, match=message):
+        plan(**{**without(name), **change})
 
 
-def test_figure_bound_points_and_picture(tmp_path):
-    """The paper's example: N = 10,000, q = 0.01, N_B = 50 has an impairment below 1e-10 and a second term above 1e-6."""
-    assert figure_bound.paper_ratio(0.01, 10_000, 50) * 2 * 0.01**2 * 1.1 / 16 < 1e-10
-    points = figure_bound.bound_points(rates=[0.01, 0.1], sizes=[10_000, 100_000], shares=[0.5, 0.8, 0.95])
-    assert len(points) == 12
-    by_share = [point for point in points if point.sample_rate == 0.1 and point.dataset_size == 10_000]
-    assert [p.paper_ratio for p in by_share] == sorted(p.paper_ratio for p in by_share)
-    assert [p.epsilon_increase for p in by_share] == sorted(p.epsilon_increase for p in by_share)
-    assert by_share[0].epsilon_increase < 1e-6
-    figure_bound.draw(points, str(tmp_path / "figure.png"))
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+def test_shown_as_a_table_and_as_json():
+    result = plan(**without("epsilon"))
+    assert json.loads(result.to_json())["epsilon"] == result.epsilon
+    (marked,) = [line for line in result.table().splitlines() if "<- computed" in line]
+    assert marked.startswith("epsilon")
+
+
+def test_epochs_become_steps_by_rounding_up():
+    """1,000 records in batches of 300: one epoch takes four steps. Three would be charged less than is taken."""
+    assert steps_of(1.0, 0.3) == 4
+    result = plan(epsilon=1.0, batch_size=300, epochs=1.0, dataset_size=1000)
+    assert result.steps == 4
+    assert price(result, steps=4) <= 1.0
+    assert steps_of(5.0, 500 / 60_000) == 600
+    assert steps_of(25, 64 / 60_000) == 23_438
+    assert steps_of(1e-9, 0.5) == 1
+
+
+@given(st.integers(1, 10**9), st.floats(1e-7, 1.0))
+def test_steps_become_the_epochs_that_give_them_back(steps, rate):
+    assert steps_of(epochs_of(steps, rate), rate) == steps

@@ -11,7 +11,7 @@ from scipy import special, stats
 
 from dpulr import accounting as acc
 from dpulr.accounting import rejection
-from dpulr.accounting.privacy_cost import _price, curves, total_shift
+from dpulr.accounting.privacy_cost import curves, total_shift, with_rejection
 
 GRID = np.linspace(-14, 14, 28_001)
 
@@ -80,7 +80,7 @@ def test_the_formula_of_the_theory_is_never_beaten_from_above():
     plain = max(pair.remove.epsilon(1e-5 - lost), pair.add.epsilon(1e-5 - lost)) + shift
     ours = acc.epsilon(charges, 1e-5)
     assert pair.remove.epsilon(1e-5) <= ours <= plain * (1 + 1e-12)
-    assert _price(pair, 1e-5, shift) == ours
+    assert with_rejection(pair, 1e-5, shift) == ours
 
 
 def test_infinite_where_rejection_alone_exceeds_delta():

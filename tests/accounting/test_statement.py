@@ -1,42 +1,10 @@
-"""Ledgers, statements in words, the cache on disk, and what the package imports."""
-
-import json
-import math
-import os
-import subprocess
-import sys
+"""What a run has spent, in words: certified, nominal or nothing, and why."""
 
 import pytest
 
 from dpulr import accounting as acc
-from dpulr.accounting import cache
 
 STEP = acc.SampledStep(acc.GaussianRelease(2.0), 1 / 120)
-
-
-def test_ledger_round_trip_and_merging():
-    ledger = acc.Ledger()
-    for _ in range(3):
-        ledger.append(STEP)
-    ledger.append(acc.SampledStep(acc.hidden_direction_release(1.0, [10]), 0.01), 5)
-    ledger.append(STEP, 2)
-    assert [charge.count for charge in ledger.charges] == [5, 5]
-    assert ledger.steps == 10
-    again = acc.Ledger.from_dict(json.loads(json.dumps(ledger.to_dict())))
-    assert again == ledger
-    assert again.epsilon(1e-5) == ledger.epsilon(1e-5)
-
-
-def test_ledger_fails_closed():
-    ledger = acc.Ledger([acc.Charge(STEP, 1)])
-    data = ledger.to_dict()
-    for broken in ({**data, "format": 2}, {**data, "charges": [{"kind": "new"}]}, {"charges": []}):
-        with pytest.raises(ValueError):
-            acc.Ledger.from_dict(broken)
-    with pytest.raises(ValueError, match="not a step"):
-        ledger.append("free")
-    with pytest.raises(ValueError):
-        ledger.append(STEP, -1)
 
 
 def test_statement_of_a_certified_run():
@@ -82,53 +50,64 @@ def test_statements_without_a_guarantee():
     assert (nothing.guarantee, nothing.epsilon) == ("certified", 0.0)
 
 
-@pytest.fixture
-def cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPULR_CACHE", str(tmp_path))
-    monkeypatch.setattr(cache, "WORTH_KEEPING_SECONDS", 0.0)
-    return tmp_path
+def test_the_mechanism_names_itself():
+    """Zeroth-order releases are Gaussian, and are still called by their name."""
+    step = acc.SampledStep(acc.GaussianRelease(2.0, mechanism="zeroth-order"), 1 / 120)
+    spent = acc.privacy_spent([acc.Charge(step, 3000)], 1e-5)
+    assert spent.mechanism == "zeroth-order"
+    assert "3000 steps of the zeroth-order mechanism" in str(spent)
+    assert "gaussian" not in str(spent)
+    assert spent.epsilon == acc.privacy_spent([acc.Charge(STEP, 3000)], 1e-5).epsilon
 
 
-def test_cache_keeps_and_finds(cache_folder):
-    assert cache.remember("epsilon", {"a": 1}, lambda: 2.5) == 2.5
-    assert cache.remember("epsilon", {"a": 1}, lambda: pytest.fail("not cached")) == 2.5
-    assert cache.remember("epsilon", {"a": 2}, lambda: math.inf) == math.inf
-    assert cache.remember("epsilon", {"a": 2}, lambda: 1.0) == math.inf
-    assert cache.remember("other", {"a": 1}, lambda: 3.5) == 3.5
+def test_secrets_of_several_mechanisms_are_listed_once():
+    hidden = acc.SampledStep(acc.hidden_direction_release(1.0, [10]), 0.01)
+    for charges in ([acc.Charge(STEP, 1), acc.Charge(hidden, 1)], [acc.Charge(hidden, 1), acc.Charge(STEP, 1)]):
+        assert acc.privacy_spent(charges, 1e-5).secrets == "noise, directions and batches"
+    assert "secret noise and batches from" in str(acc.privacy_spent([acc.Charge(STEP, 1)], 1e-5))
 
 
-@pytest.mark.parametrize("damage", ["", "{", "{}", '{"of": 1, "value": "0.1", "digest": "x"}', "\x00\x01", "[1, 2]"])
-def test_damaged_cache_files_are_ignored(cache_folder, damage):
-    cache.remember("epsilon", {"a": 1}, lambda: 2.5)
-    (file,) = cache_folder.iterdir()
-    file.write_text(damage)
-    assert cache.remember("epsilon", {"a": 1}, lambda: 7.0) == 7.0
+PAPER = {"sample_rate": 1 / 120, "rejection_threshold": 500, "min_dataset_size": 59_999}
 
 
-def test_an_edited_value_is_ignored(cache_folder):
-    cache.remember("epsilon", {"a": 1}, lambda: 2.5)
-    (file,) = cache_folder.iterdir()
-    file.write_text(file.read_text().replace("2.5", "0.1"))
-    assert cache.remember("epsilon", {"a": 1}, lambda: 2.5) == 2.5
+def paper(sigma=4.0, reasons=(), **change):
+    return acc.Charge(acc.SampledStep(acc.PaperRelease(sigma, 4, reasons), **{**PAPER, **change}), 3000)
 
 
-def test_cache_off_and_unwritable(cache_folder, monkeypatch):
-    (cache_folder / "file").write_text("")
-    monkeypatch.setenv("DPULR_CACHE", str(cache_folder / "file" / "below"))
-    assert cache.remember("epsilon", {"a": 1}, lambda: 2.5) == 2.5
-    monkeypatch.setenv("DPULR_CACHE", "off")
-    assert cache.folder() is None
+def test_the_paper_as_printed_is_nominal():
+    spent = acc.privacy_spent([paper()], 1e-5)
+    assert (spent.guarantee, spent.epsilon, spent.reasons) == ("nominal", None, ())
+    assert spent.nominal_epsilon == pytest.approx(2.09, rel=0.01)
+    assert "Nominal epsilon 2.09" in str(spent)
+    assert "no guarantee" in str(spent)
 
 
-def test_no_torch_and_a_quick_start():
-    """In a fresh interpreter: every module of the package, and a price, without torch."""
-    code = (
-        "import sys, pkgutil, importlib, dpulr.accounting as a\n"
-        "assert 'scipy' not in sys.modules and 'numpy' not in sys.modules\n"
-        "for m in pkgutil.iter_modules(a.__path__): importlib.import_module(a.__name__ + '.' + m.name)\n"
-        "a.gaussian_epsilon(noise_multiplier=2.0, sample_rate=0.01, steps=10, delta=1e-5)\n"
-        "for name in a.__all__: getattr(a, name)\n"
-        "assert callable(a.calibrate)\n"
-        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "DPULR_CACHE": "off"})
+@pytest.mark.parametrize(
+    ("charge", "message"),
+    [
+        (paper(sigma=2.0), "sigma0 is 2, but must be at least 4"),
+        (paper(sample_rate=0.25), "q is 0.25, but must be at most 1/5"),
+        (paper(rejection_threshold=501), "N_B is 501, but must lie between 1 and qN = 500"),
+        (paper(rejection_threshold=0, min_dataset_size=None), "no batch is redrawn"),
+        (paper(reasons=("batches were shuffled",)), "batches were shuffled"),
+    ],
+)
+def test_the_paper_otherwise_is_nothing(charge, message):
+    spent = acc.privacy_spent([charge], 1e-5)
+    assert (spent.guarantee, spent.epsilon) == ("none", None)
+    assert spent.nominal_epsilon > 0
+    assert spent.reasons[0].startswith("layers are clipped one by one")
+    assert message in str(spent)
+    assert "(nominal, no guarantee)" in str(spent)
+
+
+@pytest.mark.parametrize("other", [acc.Charge(STEP, 1), acc.Charge(acc.Unaccounted("a hole"), 1)])
+def test_the_formula_says_nothing_about_other_steps(other):
+    spent = acc.privacy_spent([paper(), other], 1e-5)
+    assert (spent.guarantee, spent.epsilon, spent.nominal_epsilon) == ("none", None, None)
+
+
+def test_reasons_void_the_nominal_value_too():
+    spent = acc.privacy_spent([paper()], 1e-5, reasons=["the noise was seeded"])
+    assert spent.guarantee == "none"
+    assert "the noise was seeded" in spent.reasons

@@ -6,33 +6,22 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 from tests.support import small_job
-from tests.support.small_cli import SMALL, Ended
+from tests.support.small_cli import SMALL, Ended, child_environment
 
-from dpulr import accounting, runs
-from dpulr.cli.live import LiveView
+from dpulr import accounting, errors, runs
+from dpulr.cli import main
+from dpulr.cli.options import SPELLINGS
+from dpulr.cli.progress import LiveView, make_view
 
 Cli = Callable[..., Ended]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
-def test_help_comes_at_once() -> None:
-    """The best of several tries, since the machine may be busy; the limit is the promised one."""
-    best = float("inf")
-    for _ in range(8):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "dpulr.cli", "--help"], check=True, capture_output=True)
-        best = min(best, time.perf_counter() - began)
-        if best < 0.5:
-            return
-    pytest.fail(f"dpulr --help took {best:.2f} s")
 
 
 def test_help_and_planning_import_nothing_heavy() -> None:
@@ -45,7 +34,7 @@ print(sorted({"torch", "matplotlib", "scipy"} & set(sys.modules)))
     for arguments in (["--help"], ["train", "--help"], ["data", "list"]):
         shown = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True).stdout
         assert shown.splitlines()[-1] == "[]", arguments
-    plan = ["plan", "--epsilon", "1", "--batch-size", "100", "--epochs", "1", "--dataset-size", "1000"]
+    plan = ["plan", "--epsilon", "1", "--batch-size", "100", "--epochs", "1", "--dataset-size", "1000", "--dims", "4,4"]
     shown = subprocess.run([sys.executable, "-c", code, *plan], check=True, capture_output=True, text=True).stdout
     assert "torch" not in shown.splitlines()[-1]
 
@@ -84,8 +73,10 @@ def test_every_option_has_a_help_line(command: list[str], run_cli: Cli) -> None:
         (["resume", "nowhere"], 2, "nowhere"),
         (["report", "nowhere"], 2, "nowhere"),
         (["evaluate", "."], 2, "not a run"),
-        (["plan"], 2, "Too little is given"),
+        (["plan", "--dims", "4,4"], 2, "--dataset-size"),
         (["plan", "--dims", "a,b"], 2, "--dims"),
+        (["plan", "--mechanism", "paper"], 2, "no certified epsilon"),
+        (["plan", "--steps", "5", "--epsilon", "1", "--noise-multiplier", "3", "--batch-size", "9", "--dims", "4"], 2, "--epochs"),
         (["data", "fetch", "letters"], 2, "'letters'"),
     ],
 )
@@ -99,7 +90,7 @@ def test_bad_input_is_explained(
 
 
 def test_debug_shows_where_an_error_comes_from() -> None:
-    command = [sys.executable, "-m", "dpulr.cli", "train", "--set", "colour=red"]
+    command = [sys.executable, "-m", "dpulr", "train", "--set", "colour=red"]
     plain = subprocess.run(command, capture_output=True, text=True, check=False)
     loud = subprocess.run([*command, "--debug"], capture_output=True, text=True, check=False)
     assert plain.returncode == loud.returncode == 2
@@ -109,20 +100,117 @@ def test_debug_shows_where_an_error_comes_from() -> None:
 
 def test_the_working_folder_is_searched_for_a_users_code(tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text("from torch import nn\ndef tiny(): return nn.Linear(6, 3)\n")
-    command = [sys.executable, "-m", "dpulr.cli", "train", *SMALL, "--model", "my_models:tiny", "--steps", "2", "--out", "run"]
-    ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "dpulr", "train", *SMALL, "--model", "my_models:tiny", "--steps", "2", "--out", "run"]
+    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "guarantee certified" in ended.stdout
     assert "step 2 of 2   held-out accuracy" in ended.stdout  # not a terminal: plain lines
     assert "\x1b" not in ended.stdout
 
 
-def test_plan_agrees_with_the_accountant(run_cli: Cli) -> None:
-    shown = run_cli("plan", "--noise-multiplier", 2, "--batch-size", 100, "--epochs", 3, "--dataset-size", 10_000, "--json")
-    found = json.loads(shown.out)
-    assert found["solved_for"] == "epsilon"
-    expected = accounting.gaussian_epsilon(noise_multiplier=2, sample_rate=0.01, steps=300, delta=1e-5)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_two_spellings_are_one_option(name: str, run_cli: Cli) -> None:
+    first, second = (
+        json.loads(run_cli("train", spelling, "0.25", "--dry-run").out)[name]
+        for spelling in (f"--{name.replace('_', '-')}", SPELLINGS[name])
+    )
+    assert first == second == 0.25
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------------
+GAUSSIAN = ("--mechanism", "gaussian", "--dims", "4")
+SETTING = {"--epsilon": 1.0, "--noise-multiplier": 2.0, "--batch-size": 100, "--epochs": 3.0, "--dataset-size": 10_000}
+
+
+def planned(run_cli: Cli, *arguments: object) -> dict[str, Any]:
+    ended = run_cli("plan", *arguments, "--json")
+    assert ended.code == 0, ended.err
+    return dict(json.loads(ended.out))
+
+
+@pytest.mark.parametrize("left_out", SETTING)
+def test_plan_computes_the_one_that_is_left_out(left_out: str, run_cli: Cli) -> None:
+    given = [x for name, value in SETTING.items() if name != left_out for x in (name, value)]
+    found = planned(run_cli, *GAUSSIAN, *given)
+    assert found["solved_for"] == left_out.removeprefix("--").replace("-", "_")
+    noise, rate, steps = found["noise_multiplier"], found["sample_rate"], found["steps"]
+    expected = accounting.gaussian_epsilon(noise_multiplier=noise, sample_rate=rate, steps=steps, delta=1e-5)
     assert found["epsilon"] == pytest.approx(expected, rel=1e-12)
+    if left_out != "--epsilon":
+        assert expected <= 1.0
+
+
+def test_plan_fills_in_what_train_takes(run_cli: Cli) -> None:
+    found = planned(run_cli, *GAUSSIAN, "--dataset-size", 60_000)
+    assert (found["epsilon"] <= 1, found["batch_size"], found["epochs"], found["delta"]) == (True, 2_000, 10, 1e-5)
+    assert (found["solved_for"], found["steps"]) == ("noise_multiplier", 300)
+    back = planned(run_cli, *GAUSSIAN, "--dataset-size", 60_000, "--noise-multiplier", found["noise_multiplier"])
+    assert (back["solved_for"], back["epsilon"]) == ("epsilon", found["epsilon"])
+    most = planned(run_cli, *GAUSSIAN, "--dataset-size", 60_000, "--epsilon", 1, "--noise-multiplier", 5)
+    assert (most["solved_for"], most["batch_size"]) == ("epochs", 2_000)
+    assert planned(run_cli, *GAUSSIAN, *(x for pair in SETTING.items() for x in pair))["solved_for"] == "delta"
+
+
+JOBS = {
+    "gaussian": ("--mechanism", "gaussian"),
+    "hidden-direction": ("--mechanism", "hidden-direction", "--repeats", "2"),
+    "an option of the mechanism": ("--mechanism", "hidden-direction", "--set", "mechanism.last_layer=exact"),
+    "redrawn batches": ("--mechanism", "gaussian", "--rejection-threshold", "auto"),
+    "epochs that are no whole number of steps": ("--batch-size", "60", "--epochs", "1", "--mechanism", "zeroth-order"),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_plan_prints_the_noise_that_train_uses(job: str, run_cli: Cli, tmp_path: Path) -> None:
+    """To all digits, with the same options."""
+    options = [*SMALL[:4], "--batch-size", "20", "--epsilon", "2", "--epochs", "0.6", *JOBS[job]]
+    found = planned(run_cli, *options)
+    assert run_cli("train", *options, "--out", tmp_path / "run").code == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    for name in ("noise_multiplier", "epsilon", "steps", "sample_rate", "delta"):
+        assert found[name] == result[name], name
+
+
+def test_plan_shows_the_layers(run_cli: Cli) -> None:
+    found = planned(run_cli, *SMALL[:4], "--repeats", "2", "--batch-size", "20", "--noise-multiplier", "3")
+    assert (found["dims"], found["repeats"], len(found["weights"])) == ([8, 3], [2, 2], 2)
+    assert found["dataset_size"] == 200
+    equal = planned(run_cli, "--dims", "8,3", "--repeats", "2", "--dataset-size", 200, "--batch-size", 20)
+    assert (equal["dims"], equal["weights"]) == ([8, 3], [pytest.approx(1.0)] * 2)
+    assert "weights: " in run_cli("plan", "--dims", "8,3", "--dataset-size", 200, "--batch-size", 20).out
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("problem", "code", "said"),
+    [
+        (errors.InvalidArgument("x is 3; it must be 4."), 2, "x is 3; it must be 4."),
+        (errors.DataError("no data"), 2, "no data"),
+        (errors.ModelRefused("no model"), 2, "no model"),
+        (errors.UsageError("usage"), 2, "usage"),
+        (errors.BudgetError("budget"), 3, "budget"),
+        (errors.PrivacyRefusal("privacy"), 3, "privacy"),
+        (errors.RunError("failed"), 1, "failed"),
+        (errors.Interrupted("stopped"), 130, "stopped"),
+        (KeyboardInterrupt(), 130, ""),
+        (ValueError("a bug"), 1, "internal error: ValueError: a bug"),
+        (TypeError("a bug"), 1, "--debug"),
+        (errors.StepError("a bug"), 1, "internal error"),
+        (OverflowError("a bug"), 1, "internal error"),
+        (MemoryError(), 1, "memory"),
+    ],
+)
+def test_exit_codes_by_kind(
+    problem: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bug inside is never wrong usage, whatever its type."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise problem
+
+    monkeypatch.setattr("dpulr.runs.loading.load", fails)
+    assert main(["evaluate", "anything"]) == code
+    assert said in capsys.readouterr().err
 
 
 def test_evaluate_by_class(finished: Path, run_cli: Cli) -> None:
@@ -137,7 +225,7 @@ def test_evaluate_by_class(finished: Path, run_cli: Cli) -> None:
     assert (ended.code, "does not fit" in ended.err) == (2, True)
 
 
-def test_a_saved_model_is_a_black_box(finished: Path) -> None:
+def test_a_saved_model_takes_arrays(finished: Path) -> None:
     box = runs.load(finished)
     _, test = small_job.data()
     inputs, labels = (tensor.numpy() for tensor in test.tensors)
@@ -170,8 +258,8 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     import pty
 
     main, terminal = pty.openpty()
-    command = [sys.executable, "-m", "dpulr.cli", "train", *SMALL, "--steps", "3", "--out", str(tmp_path / "live")]
-    process = subprocess.Popen(command, env={**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "100"}, stdout=terminal, stderr=terminal)
+    command = [sys.executable, "-m", "dpulr", "train", *SMALL, "--steps", "3", "--out", str(tmp_path / "live")]
+    process = subprocess.Popen(command, env=child_environment(TERM="xterm", COLUMNS="100"), stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""
     try:
@@ -183,3 +271,18 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     assert b"\x1b[" in shown
     assert b"held-out accuracy" in shown
     assert "━".encode() in shown
+
+
+def test_fetching_is_shown_in_the_same_three_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(view: Any) -> list[str]:
+        with view:
+            for done in (1, 2):
+                view.progress("downloading", done, 2)
+            view.end({"place": "here"}, "here")
+        return capsys.readouterr().out.splitlines()
+
+    assert work(make_view(as_json=False)) == ["downloading", "here"]
+    assert [json.loads(line)["event"] for line in work(make_view(as_json=True))] == ["progress", "result"]
+    console = Console(width=80, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    work(LiveView(console))
+    assert "2/2" in console.export_text()

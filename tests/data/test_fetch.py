@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import pickle
 import shutil
+import tarfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -20,12 +23,13 @@ from dpulr.cli import main
 from dpulr.data import catalog, cifar, fetch
 from dpulr.data.catalog import CIFAR10, FASHION, Entry
 from dpulr.data.download import download
+from dpulr.errors import DataError
 
 BODY = np.random.default_rng(3).integers(0, 256, 700_000, dtype=np.uint8).tobytes()
 
 
 class Flaky(BaseHTTPRequestHandler):
-    """Sends at most `most` bytes an answer; understands ranges unless told not to."""
+    """Sends at most `most` bytes per answer; understands ranges unless told not to."""
 
     most: ClassVar[int] = 1 << 30
     ranges: ClassVar[bool] = True
@@ -112,9 +116,8 @@ def test_missing_files_and_bad_addresses_are_named(server: str, tmp_path: Path) 
 def small(monkeypatch: pytest.MonkeyPatch, server: str) -> Entry:
     """A data set of one packed file on the server."""
     Flaky.body = gzip.compress(BODY)
-    entry = Entry("small", "for tests", "md5", {"file": hashlib.md5(BODY).hexdigest()}, server)
+    entry = Entry("small", "for tests", "md5", {"file": hashlib.md5(BODY).hexdigest()}, url=server)
     monkeypatch.setitem(catalog.ENTRIES, "small", entry)
-    monkeypatch.setattr(catalog, "FASHION", entry)
     monkeypatch.setattr(fetch, "download", lambda url, path, progress: download(url.removesuffix(".gz"), path, progress))
     monkeypatch.setenv("PATH", "")
     return entry
@@ -137,7 +140,7 @@ def test_fetch_checks_and_puts_in_place(small: Entry, home: Path, capsys: pytest
 def test_a_damaged_file_is_refused_and_named(small: Entry, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Flaky.body = gzip.compress(BODY[:-1])
     assert main(["data", "fetch", "small"]) == 2
-    assert "file.gz is damaged" in capsys.readouterr().err
+    assert "file is damaged" in capsys.readouterr().err
     assert list((home / "small").iterdir()) == []
 
 
@@ -158,6 +161,32 @@ def test_fashion_mnist_from_a_folder(tmp_path: Path, home: Path, capsys: pytest.
     (broken / name).unlink()
     with pytest.raises(ValueError, match=f"no {name}"):
         dpulr.data.load("fashion-mnist", broken)
+
+
+def test_archives_are_read_by_member(small: Entry, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        member = tarfile.TarInfo("inside/file")
+        member.size = len(BODY)
+        tar.addfile(member, io.BytesIO(BODY))
+    Flaky.body = packed.getvalue()
+    entry = replace(small, url=f"{small.url}/file", inside="inside")
+    monkeypatch.setitem(catalog.ENTRIES, "small", entry)
+    assert fetch.fetch("small", quiet) == home / "small"
+    assert [p.name for p in (home / "small").iterdir()] == ["file"]
+    (home / "small" / "file").unlink()
+    monkeypatch.setitem(catalog.ENTRIES, "small", replace(entry, inside="elsewhere"))
+    with pytest.raises(DataError, match="is damaged"):
+        fetch.fetch("small", quiet)
+    assert list((home / "small").iterdir()) == []
+
+
+def test_the_place_of_data_sets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DPULR_DATA", str(tmp_path))
+    assert catalog.home(CIFAR10) == tmp_path / "cifar10"
+    monkeypatch.delenv("DPULR_DATA")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
+    assert catalog.home(CIFAR10) == tmp_path / "share" / "dpulr" / "cifar10"
 
 
 def test_mnist_needs_no_fetch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from dpulr import accounting as acc
-from dpulr.paper.nominal import largest_alpha
+from dpulr.paper.nominal import largest_alpha, nominal_of, violated_by
 
 
 def nominal(**change):
@@ -80,9 +80,24 @@ def test_no_steps_and_bad_input():
 
 
 def test_never_certified():
-    charges = [acc.Charge(acc.SampledStep(acc.PaperRelease(4.0), 1 / 300), 7500)]
-    spent = acc.privacy_spent(charges, 1e-5, nominal_epsilon=nominal())
-    assert spent.guarantee == "nominal"
-    assert spent.epsilon is None
-    assert "no guarantee" in str(spent)
-    assert acc.privacy_spent(charges, 1e-5).guarantee == "none"
+    """Whatever the formula says, it is no epsilon, and no accountant prices it."""
+    step = acc.SampledStep(acc.PaperRelease(4.0), 1 / 300, 150, 59_999)
+    spent = acc.privacy_spent([acc.Charge(step, 7500)], 1e-5)
+    assert (spent.guarantee, spent.epsilon) == ("nominal", None)
+    assert spent.nominal_epsilon == pytest.approx(nominal(), rel=1e-3)  # one record less
+    assert math.isinf(acc.epsilon([acc.Charge(step, 7500)], 1e-5))
+    for ask in (acc.PaperRelease(4.0).pair, acc.PaperRelease(4.0).equivalent_noise):
+        with pytest.raises(ValueError, match="PaperRelease has no"):
+            ask()
+
+
+def test_an_audit_holds_it_to_what_its_proof_takes_it_for():
+    assert acc.PaperRelease(4.0).claimed() == acc.GaussianRelease(4.0, mechanism="paper")
+
+
+def test_conditions_of_steps_that_differ_are_named_once():
+    fine = acc.SampledStep(acc.PaperRelease(4.0), 1 / 300, 200, 59_999)
+    loud = acc.SampledStep(acc.PaperRelease(3.0), 1 / 300, 200, 59_999)
+    assert violated_by([acc.Charge(fine, 10)]) == ()
+    assert violated_by([acc.Charge(fine, 10), acc.Charge(loud, 1), acc.Charge(loud, 1)]) == ("sigma0 is 3, but must be at least 4",)
+    assert nominal_of([acc.Charge(fine, 10), acc.Charge(acc.Unaccounted("x"), 1)], 1e-5) is None

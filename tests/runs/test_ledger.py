@@ -14,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.small_cli import SMALL, Ended
+from tests.support.small_cli import SMALL, Ended, child_environment
 
+from dpulr import files
 from dpulr.accounting.events import GaussianRelease, SampledStep
-from dpulr.runs import PrivacyRefusal, files
+from dpulr.errors import PrivacyRefusal
 from dpulr.runs.ledger import HEAD, LEDGER, DiskLedger, Start
 
 Cli = Callable[..., Ended]
-HERE = Path(__file__).parent
 STEP = SampledStep(GaussianRelease(2.0), 0.1)
 START = Start("some run", "some config", 2.0, 0, 1.0, 1e-5, 50)
 
@@ -64,13 +64,22 @@ def test_the_step_is_charged_before_anything_is_computed(tmp_path: Path, monkeyp
     """When the mechanism starts to compute, the step must be on disk; and no noise may have been drawn into anything."""
     from tests.support import small_job
 
-    from dpulr.runs.training import Recipe, Training
+    from dpulr.runs import Settings
+    from dpulr.runs.training import Training
 
-    training = Training(Recipe("gaussian", batch_size=20, steps=3, target_epsilon=2), small_job.data()[0], small_job.model())
+    job = Settings(mechanism="gaussian", batch_size=20, steps=3, target_epsilon=2)
+    training = Training(job, small_job.data()[0], small_job.model())
     training.engine.use_ledger(DiskLedger.create(tmp_path, START))
     seen: list[int] = []
-    real = training.engine.bound.total
-    monkeypatch.setattr(training.engine.bound, "total", lambda *given: (seen.append(steps_on_disk(tmp_path)), real(*given))[1])
+    fitted = getattr(training.engine, "fitted", None) or training.engine.bound
+    name = "sum_of_bounded_signals" if hasattr(fitted, "sum_of_bounded_signals") else "total"
+    real = getattr(type(fitted), name)
+
+    def watched(*given: object, **named: object) -> object:
+        seen.append(steps_on_disk(tmp_path))
+        return real(*given, **named)
+
+    monkeypatch.setattr(type(fitted), name, watched)
     for _ in training.steps():
         pass
     assert seen == [1, 2, 3]
@@ -192,8 +201,7 @@ def test_training_on_a_full_disk(tmp_path: Path, run_cli: Cli) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY));"
         "from dpulr.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "SMALL_JOB_UPDATES": str(updates)}
-    environment["DPULR_CACHE"] = "off"
+    environment = child_environment(SMALL_JOB_UPDATES=str(updates), DPULR_CACHE="off")
     command = [sys.executable, "-c", code, "train", *SMALL, "--steps", "60", "--out", str(folder)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 1

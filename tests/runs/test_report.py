@@ -16,7 +16,6 @@ from tests.support.small_cli import SMALL, Ended
 
 from dpulr import accounting
 from dpulr.runs.ledger import DiskLedger, ledger_digest
-from dpulr.runs.numbers import up
 from dpulr.runs.report import charts
 
 Cli = Callable[..., Ended]
@@ -63,15 +62,8 @@ def test_a_report_says_it_all_and_needs_nothing(finished: Path, run_cli: Cli) ->
     ledger = DiskLedger.open(finished, ledger_digest((finished / "config.json").read_bytes()))
     for promised in (
         str(accounting.privacy_spent(ledger.charges, 1e-5)),
-        *(
-            "Held-out accuracy",
-            "Held-out loss",
-            "Epsilon spent",
-            "Privacy profile",
-            "Where the time went",
-            "tests.support.small_job:data",
-            "torch",
-        ),
+        *("Held-out accuracy", "Held-out loss", "Epsilon spent", "Privacy profile", "Where the time went"),
+        *("tests.support.small_job:data", "torch"),
     ):
         assert promised in text
     assert "training loss of the batches" not in text
@@ -117,12 +109,6 @@ def test_names_cannot_inject(finished: Path, run_cli: Cli) -> None:
     checked((folder / "report.html").read_text())
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.99981, "0.9999"), (1.0, "1"), (0.0, "0"), (12.3401, "12.35"), (1e-7, "1e-07")])
-def test_epsilon_is_never_shown_smaller_than_it_is(value: float, text: str) -> None:
-    assert up(value) == text
-    assert float(up(value)) >= value
-
-
 def test_ticks_are_round_and_inside() -> None:
     for low, high in ((0, 1), (0.113, 0.97), (-3, 12_345), (1e-7, 3e-7)):
         ticks = charts.Axis("").ticks(low, high)
@@ -149,11 +135,12 @@ def screenshot(page: Path, width: int, height: int, *, dark: bool = False) -> np
         ),
         page.as_uri(),
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True)
     with Image.open(picture) as image:
         return np.asarray(image.convert("RGB")).astype(int)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_light_and_dark_wide_and_narrow(finished: Path, run_cli: Cli) -> None:
     assert run_cli("report", finished).code == 0

@@ -15,18 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.small_cli import SMALL, Ended
+from tests.support.small_cli import SMALL, Ended, child_environment
 
 import dpulr
 from dpulr import accounting
-from dpulr.runs import Interrupted, Settings, building, checkpoint
-from dpulr.runs.files import read_lines
+from dpulr.files import read_lines
+from dpulr.runs import Interrupted, PrivacyRefusal, Settings, checkpoint, train_and_evaluate
+from dpulr.runs.folder import locked
 from dpulr.runs.ledger import DiskLedger, ledger_digest
-from dpulr.runs.stopping import Stop
-from dpulr.runs.training import Recipe
+from dpulr.runs.loading import load_data, make_mechanism, make_model
+from dpulr.runs.process import Stop
+from dpulr.runs.settings import read_config
 
 Cli = Callable[..., Ended]
-HERE = Path(__file__).parent
 
 
 def result(folder: Path) -> dict[str, object]:
@@ -38,10 +39,29 @@ def ledger(folder: Path) -> DiskLedger:
 
 
 def test_the_defaults_are_the_main_job() -> None:
-    recipe = building.recipe(Settings())
-    main = Recipe(dpulr.HiddenDirection(repeats=8), batch_size=2_000, epochs=10, target_epsilon=1.0, learning_rate=0.4)
-    assert {**recipe.describe(), "model": "mlp"} == main.describe()
-    assert isinstance(building.make_model(Settings()), type(dpulr.models.mlp()))
+    main = Settings()
+    assert make_mechanism(main) == dpulr.HiddenDirection(repeats=8)
+    assert (main.dataset, main.batch_size, main.epochs, main.target_epsilon, main.learning_rate) == ("mnist", 2_000, 10, 1.0, 0.4)
+    assert isinstance(make_model(main), type(dpulr.models.mlp()))
+
+
+def test_a_holdout_comes_from_the_training_set() -> None:
+    job = Settings(dataset="tests.support.small_job:data", holdout=30)
+    whole, _ = load_data(Settings(dataset="tests.support.small_job:data"))
+    train, test = load_data(job)
+    assert (len(train), len(test)) == (170, 30)
+    assert torch.equal(torch.stack([x for x, _ in test]), whole.tensors[0][170:])
+
+
+def test_a_run_without_a_folder() -> None:
+    small = {"dataset": "tests.support.small_job:data", "model": "tests.support.small_job:model", "mechanism": "gaussian"}
+    seen: list[tuple[int, int]] = []
+    job = Settings(**small, batch_size=20, steps=3, target_epsilon=2.0, repeats=2, schedule="constant", holdout=30)
+    found = train_and_evaluate(job, lambda taken, planned, model: seen.append((taken, planned)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert (found["guarantee"], found["steps"], found["settings"]) == ("certified", 3, job.to_dict())
+    assert found["epsilon"] <= 2
+    assert found["sample_rate"] == 20 / 170
 
 
 def test_a_run_is_a_folder(finished: Path) -> None:
@@ -91,7 +111,8 @@ def test_a_config_can_hold_everything(tmp_path: Path, run_cli: Cli, monkeypatch:
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(
         'out = "here"\njson = true\nshow_unprotected = true\nallow_uncertified = true\nsampling = "shuffle"\nsteps = 2\n'
-        'dataset = "tests.support.small_job:data"\nmodel = "tests.support.small_job:model"\nmechanism = "gaussian"\nbatch_size = 20\ntarget_epsilon = 2\n'
+        'dataset = "tests.support.small_job:data"\nmodel = "tests.support.small_job:model"\n'
+        'mechanism = "gaussian"\nbatch_size = 20\ntarget_epsilon = 2\n'
     )
     ended = run_cli("train", "--config", "job.toml")
     assert ended.code == 0, ended.err
@@ -202,19 +223,14 @@ def test_resumed_runs_draw_fresh_entropy(finished: Path, tmp_path: Path, run_cli
     assert not torch.equal(*copies)
 
 
-def test_optimizer_and_average_survive_a_resume(tmp_path: Path, run_cli: Cli) -> None:
-    folder = tmp_path / "run"
-    assert run_cli("train", *SMALL, "--steps", 6, "--average", 0.9, "--out", folder).code == 0
-    tensors, _ = checkpoint.read(folder / checkpoint.CHECKPOINT)
-    settings = Settings.build(folder / "config.json")
-    model = building.make_model(settings)
+def test_the_optimizer_survives_a_resume(finished: Path) -> None:
+    tensors, _ = checkpoint.read(finished / checkpoint.CHECKPOINT)
+    model = make_model(Settings.build(read_config(finished / "config.json")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    checkpoint.load_training(folder, run=str(result(folder)["run"]), model=model, optimizer=optimizer, average=average)
+    checkpoint.load_training(finished, run=str(result(finished)["run"]), model=model, optimizer=optimizer)
     momentum = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     assert all(torch.equal(m, tensors[f"optimizer.{i}.momentum_buffer"]) for i, m in enumerate(momentum))
-    assert int(average.n_averaged) == 6
-    assert torch.equal(load_file(folder / "model.safetensors")["0.weight"], average.module[0].weight)
+    assert torch.equal(load_file(finished / "model.safetensors")["0.weight"], model[0].weight)  # type: ignore[index]
 
 
 def test_adam_round_trip(tmp_path: Path) -> None:
@@ -223,10 +239,10 @@ def test_adam_round_trip(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.95))
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    checkpoint.save_training(tmp_path, model=model, optimizer=optimizer, average=None, about={"run": "x"})
+    checkpoint.save_training(tmp_path, model=model, optimizer=optimizer, about={"run": "x"})
     other = torch.nn.Linear(3, 2)
     restored = torch.optim.Adam(other.parameters())
-    checkpoint.load_training(tmp_path, run="x", model=other, optimizer=restored, average=None)
+    checkpoint.load_training(tmp_path, run="x", model=other, optimizer=restored)
     for first, second in ((optimizer, restored),):
         first.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
@@ -248,19 +264,36 @@ def test_a_second_process_is_refused(finished: Path, run_cli: Cli) -> None:
     assert run_cli("resume", finished).code == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_lock_ends_with_its_process_and_names_its_run(tmp_path: Path) -> None:
+    ready, tell = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        with locked(tmp_path, "a run"):
+            os.write(tell, b"x")
+            signal.pause()
+    try:
+        os.read(ready, 1)
+        with pytest.raises(PrivacyRefusal, match="another process"), locked(tmp_path):
+            pass
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    for _ in range(2):
+        with locked(tmp_path) as owner:
+            assert owner == "a run"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signals_end_cleanly(tmp_path: Path, number: int, run_cli: Cli) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "dpulr.cli", "train", *SMALL, "--steps", "100000", "--out", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < end:
+    command = [sys.executable, "-m", "dpulr", "train", *SMALL, "--steps", "100000", "--out", str(folder)]
+    process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None:
         if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").read_bytes().count(b"\n") > 8:
             break
         time.sleep(0.02)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "dpulr resume" in err
@@ -304,33 +337,34 @@ def test_an_existing_folder_is_left_alone(finished: Path, tmp_path: Path, run_cl
 
 
 PAPER = (
-    *(
-        "--dataset",
-        "tests.support.small_job:data",
-        "--model",
-        "tests.support.small_job:model",
-        "--mechanism",
-        "paper",
-        "--batch-size",
-        "20",
-    ),
+    *("--dataset", "tests.support.small_job:data", "--model", "tests.support.small_job:model"),
+    *("--mechanism", "paper", "--batch-size", "20"),
     *("--noise-multiplier", "4", "--evaluations", "3", "--learning-rate", "0.05", "--set", "mechanism.remedy=extra-noise"),
 )
 
 
+def test_without_options_the_papers_method_has_the_papers_setting() -> None:
+    job = Settings.build(options={"mechanism": "paper"})
+    assert (job.batch_size, job.noise_multiplier, job.rejection_threshold, job.sampling) == (500, 4.0, 450, "poisson")
+    assert (job.target_epsilon, job.epochs) == (None, 10.0)
+    assert make_mechanism(job) == dpulr.Paper()
+    own = Settings.build(options={"mechanism": "paper", "batch_size": 100}, sets=["mechanism.target_std=3", "sampling=shuffle"])
+    assert (own.batch_size, own.noise_multiplier) == (100, None)
+
+
 def test_a_run_of_the_papers_method_has_a_nominal_epsilon_only(tmp_path: Path, run_cli: Cli) -> None:
     folder = tmp_path / "run"
-    assert run_cli("train", *PAPER, "--steps", 4, "--out", folder).code == 3
-    ended = run_cli("train", *PAPER, "--steps", 4, "--out", folder, "--allow-uncertified")
-    assert ended.code == 0
-    assert "layers are clipped one by one" in ended.out
-    assert "nominal, no guarantee" in ended.out
+    ended = run_cli("train", *PAPER, "--steps", 4, "--out", folder)
+    assert ended.code == 0, ended.err  # nominal: it need not be asked for
     first = result(folder)
-    assert (first["epsilon"], first["guarantee"], first["steps"]) == (None, "none", 4)
+    assert (first["epsilon"], first["guarantee"], first["steps"]) == (None, "nominal", 4)
+    assert "epsilon none (nominal" in ended.out
     assert run_cli("resume", folder, "--steps", 7).code == 0
     second = result(folder)
-    assert (second["epsilon"], second["guarantee"], second["steps"]) == (None, "none", 7)
+    assert (second["epsilon"], second["guarantee"], second["steps"]) == (None, "nominal", 7)
     assert float(str(second["nominal_epsilon"])) > float(str(first["nominal_epsilon"])) > 0
+    assert run_cli("report", folder).code == 0
+    assert 'class="guarantee warning"' in (folder / "report.html").read_text()
 
 
 def test_the_papers_settings_by_layer_and_step_from_the_command_line(tmp_path: Path, run_cli: Cli) -> None:

@@ -48,23 +48,21 @@ def log_hyp0f1(b: float, z: np.ndarray) -> np.ndarray:
     return np.where(z**2 / 4 < b, np.log1p(total), by_bessel)
 
 
-def heights(dim: int, frame: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Quadrature of the height c = cos(angle) of a uniform point on the cap of measure 2^-frame."""
+def heights(dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Quadrature of the height c = cos(angle) of a uniform point on the half sphere."""
     if dim == 1:
         return np.ones(1), np.ones(1)
     last = math.pi / 2
-    if frame > 1:
-        last = math.asin(math.sqrt(special.betaincinv((dim - 1) / 2, 0.5, 2.0 ** (1 - frame))))
-    width = min(last, 13 / math.sqrt(dim)) if frame == 1 else last
+    width = min(last, 13 / math.sqrt(dim))
     angle, weight = panels(np.linspace(last - width, last, 9), 24)
     log_density = (dim - 2) * np.log(np.sin(angle))
     density = weight * np.exp(log_density - log_density.max())
     return np.cos(angle), density / density.sum()
 
 
-def log_ratio(dim: int, noise: float, w: np.ndarray, s: np.ndarray, frame: int = 1) -> np.ndarray:
+def log_ratio(dim: int, noise: float, w: np.ndarray, s: np.ndarray) -> np.ndarray:
     """ln of the likelihood ratio at axis coordinates w and radii s (a grid: shape len(w) x len(s))."""
-    c, weight = heights(dim, frame)
+    c, weight = heights(dim)
     if dim == 1:
         return ((w - 0.5) / noise**2)[:, None] + np.zeros((1, len(s)))
     radial = log_hyp0f1((dim - 1) / 2, np.sqrt(np.maximum(1 - c**2, 0))[:, None] * s / noise**2)  # c x s
@@ -78,9 +76,9 @@ def log_ratio(dim: int, noise: float, w: np.ndarray, s: np.ndarray, frame: int =
     return out - 1 / (2 * noise**2)
 
 
-def nodes(dim: int, noise: float, frame: int = 1, fine: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def nodes(dim: int, noise: float, fine: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Quadrature nodes of the pair: ln LR and the mass under P; the likelihood ratio integrates to 1."""
-    reach = 1 if dim < 30 else min(1.0, 12 / math.sqrt(dim) + (0.0 if frame == 1 else 3 * math.sqrt(frame / dim)))
+    reach = 1 if dim < 30 else min(1.0, 12 / math.sqrt(dim))
     w, ww = panels(np.linspace(-9 * noise, reach + 9 * noise, 14 * fine + 1), 10)
     density_w = ww * np.exp(-0.5 * (w / noise) ** 2) / (noise * math.sqrt(2 * math.pi))
     if dim == 1:
@@ -92,7 +90,7 @@ def nodes(dim: int, noise: float, frame: int = 1, fine: int = 1) -> tuple[np.nda
         r, wr = panels(np.linspace(low, high, 14 * fine + 1), 10)
         log_chi = (k - 1) * np.log(r) - r**2 / 2 - (k / 2 - 1) * math.log(2) - special.gammaln(k / 2)
         s, density_s = r * noise, wr * np.exp(log_chi)
-    loss = log_ratio(dim, noise, w, s, frame)
+    loss = log_ratio(dim, noise, w, s)
     p = np.outer(density_w, density_s)
     p /= p.sum()
     loss = loss - math.log(float((p * np.exp(loss)).sum()))

@@ -17,23 +17,17 @@ from pathlib import Path
 from tests.support import small_job
 
 from dpulr import accounting
-from dpulr.cli import live, main
-from dpulr.runs import building, checkpoint, opening, settings
+from dpulr.cli import main, progress
+from dpulr.runs import Settings, checkpoint, load
 from dpulr.runs.ledger import DiskLedger, ledger_digest
-from dpulr.runs.training import Recipe, Training
+from dpulr.runs.loading import load_data
+from dpulr.runs.run import start
+from dpulr.runs.training import Training
 
 STEPS, BATCH, EPSILON, DELTA = 300, 20, 2.0, 1e-5
 JOB = [
-    *(
-        "--dataset",
-        "tests.support.small_job:data",
-        "--model",
-        "tests.support.small_job:model",
-        "--mechanism",
-        "gaussian",
-        "--repeats",
-        "2",
-    ),
+    *("--dataset", "tests.support.small_job:data", "--model", "tests.support.small_job:model"),
+    *("--mechanism", "gaussian", "--repeats", "2"),
     *("--batch-size", str(BATCH), "--steps", str(STEPS), "--target-epsilon", str(EPSILON), "--evaluations", "15"),
     *("--learning-rate", "0.05"),
 ]
@@ -45,7 +39,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.updates_file = folder.with_suffix(".updates")
-        self.steps = self.kills = 0
+        self.steps = self.kills = self.interrupted = 0
 
     def attempt(self, rng: random.Random | None) -> int | None:
         """Start or resume in a new process; kill it at a random moment. The exit code, or None if it was killed."""
@@ -63,15 +57,16 @@ class Run:
         _, status = os.waitpid(process, 0)
         if os.WIFSIGNALED(status):
             self.kills += 1
+            self.interrupted += 0 < self.updates < STEPS
             return None
         return os.WEXITSTATUS(status)
 
     def wait(self, process: int, rng: random.Random) -> None:
         """Half of the moments lie anywhere, setting up included; half of them in the training, a random time after an update."""
-        if rng.random() < 0.5:
+        if rng.random() < 0.4:
             time.sleep(rng.uniform(0, 1.5))
             return
-        before, wanted, end = self.updates, rng.randint(1, 60), time.monotonic() + 5
+        before, wanted, end = self.updates, rng.randint(1, 60), time.monotonic() + 60
         while self.updates < before + wanted and time.monotonic() < end and not _ended(process):
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.02))
@@ -90,7 +85,7 @@ class Run:
         noise, rate = ledger.start.noise_multiplier, BATCH / small_job.RECORDS
         assert ledger.steps >= self.updates, f"{self.updates} updates, but {ledger.steps} in the ledger"
         assert ledger.steps >= self.steps, "the ledger has shrunk"
-        assert ledger.steps <= self.updates + self.kills, "more was charged than one step a kill"
+        assert ledger.steps <= self.updates + self.kills, "more was charged than one step per kill"
         self.steps = ledger.steps
         spent = ledger.epsilon(DELTA)
         if self.updates:
@@ -111,7 +106,6 @@ def trial(folder: Path, kills: int, seed: int) -> dict[str, float]:
     runs = [Run(folder / "run-0")]
     done = 0
     accuracies = []
-    lost = 0
     while done < kills:
         run = runs[-1]
         code = run.attempt(rng)
@@ -126,17 +120,16 @@ def trial(folder: Path, kills: int, seed: int) -> dict[str, float]:
         result = json.loads((run.folder / "result.json").read_text())
         assert result["steps"] == STEPS
         assert run.updates <= STEPS
-        lost += STEPS - run.updates
-        options, _ = opening.open_config(run.folder)
-        model = building.make_model(options)
-        checkpoint.load_model(run.folder, model)
-        accuracies.append(result["test_accuracy"])
-    return {"kills": done, "runs": len(runs), "lost": lost, "least_accuracy": min(accuracies)}
+        accuracies.append(load(run.folder).score().accuracy)
+        assert accuracies[-1] == result["test_accuracy"]
+    interrupted = sum(run.interrupted for run in runs)
+    return {"kills": done, "runs": len(runs), "interrupted": interrupted, "least_accuracy": min(accuracies)}
 
 
 if __name__ == "__main__":
     # Modules that are loaded on first use are loaded now, not in each process again.
-    warm_up = building.load_data(settings.Settings(dataset="tests.support.small_job:data"))[0]
-    Training(Recipe("gaussian", batch_size=BATCH, steps=1), warm_up, small_job.model())
-    assert live
+    warm_up = Settings(dataset="tests.support.small_job:data", mechanism="gaussian", batch_size=BATCH, steps=1)
+    Training(warm_up, load_data(warm_up)[0], small_job.model())
+    assert progress
+    assert start
     print(json.dumps(trial(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

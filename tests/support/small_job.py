@@ -1,7 +1,7 @@
 """A job of milliseconds for tests of runs, and an independent count of the updates that it made.
 
-`model` is what `--model tests.support.small_job:model` finds. Every optimizer step of the process first adds a byte to the file named by
-SMALL_JOB_UPDATES: what the operating system has, no kill takes back. It shares no code with the ledger.
+`model` is what `--model tests.support.small_job:model` finds. Every optimizer step of the process first adds a byte to the file
+named by SMALL_JOB_UPDATES: what the operating system has, no kill takes back. It shares no code with the ledger.
 """
 
 from __future__ import annotations

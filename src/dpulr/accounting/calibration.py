@@ -171,7 +171,7 @@ def max_steps(
     count, factor = _likely_steps(step, target_epsilon, delta), 1.3
     while (high_price := price(count)) <= target_epsilon:
         if count >= MOST_STEPS:
-            raise BudgetError("More than 1e9 steps fit: the target does not limit this step.")
+            raise BudgetError(f"More than {MOST_STEPS:g} steps fit: the target does not limit this step.")
         low, low_price = count, high_price
         count, factor = min(math.ceil(count * factor) + 1, MOST_STEPS), min(factor**2, 16.0)
     high, factor = count, 1.3

@@ -16,6 +16,7 @@ from dpulr.accounting.dominating_pairs import Array, Cells, Indices, spread
 ADDED_VARIANCE = 0.00025  # the grid may add this share to the variance of the loss
 FAINTEST = -110.0  # logarithm of a transform's modulus that counts as zero
 FEWEST_BINS, MOST_BINS = 1 << 15, 1 << 22
+LARGEST_INDEX = 2.0**52  # of a grid point: a float holds it exactly
 TAIL_SHARE = 1e-4  # share of delta spent on what lies outside the window, per side and per cause
 ERROR_SHARE = 1e-2  # share of delta that the transform's error may take before extended precision is tried
 STAGES = 110  # a transform value errs by at most this many units of rounding per unit of mass: 5 * log2(2^22) (section 5)
@@ -134,7 +135,9 @@ def _step(parts: Sequence[tuple[Cells, int]], refine: float) -> float:
     number = sum(count for _, count in parts)
     from_variance = math.sqrt(6 * ADDED_VARIANCE * variance / number)
     from_window = 20 * math.sqrt(variance) / FEWEST_BINS
-    return max(min(from_variance, from_window), 1e-300) / refine
+    ends = [end for cells, _ in parts for end in (cells.low, cells.high) if len(end)]
+    farthest = max((float(np.abs(end).max()) for end in ends), default=0.0)
+    return max(min(from_variance, from_window) / refine, farthest / LARGEST_INDEX, 1e-300)
 
 
 def _curve(parts: Sequence[_Part], step: float, always: float, delta: float) -> Curve:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from dpulr.errors import InvalidArgument
@@ -69,9 +70,13 @@ def _is_known(event: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if _is_known(value):
-        return to_dict(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else to_dict(value)
 
 
 def _revived(value: Any) -> Any:

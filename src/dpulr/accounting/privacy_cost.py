@@ -47,10 +47,11 @@ def epsilon(charges: Iterable[Charge], delta: float, method: str = "pld") -> flo
 
 def remembered(kind: str, charges: Sequence[Charge], key: Mapping[str, Any], compute: Callable[[], float]) -> float:
     """A slow result from the cache on disk. Releases from outside the package may change between runs: theirs are not kept."""
+    described = [to_dict(charge) for charge in charges]  # what nobody registered fails here
     releases = [charge.step.release for charge in charges if isinstance(charge.step, SampledStep)]
     if not all(type(release).__module__.startswith("dpulr.") for release in releases):
         return compute()
-    return cache.remember(kind, {**key, "charges": [to_dict(charge) for charge in charges]}, compute)
+    return cache.remember(kind, {**key, "charges": described}, compute)
 
 
 def _epsilon(charges: Sequence[Charge], delta: float, method: str) -> float:

@@ -1,4 +1,4 @@
-"""The command line, `dpulr`. Nothing heavy is imported before a command needs it, so that help comes at once."""
+"""The command line, `dpulr`: one file per command. Nothing heavy is imported before a command needs it."""
 
 from __future__ import annotations
 

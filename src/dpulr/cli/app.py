@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dpulr.cli import audit, data, evaluate, plan, report, train
+from dpulr.cli.audit import audit
+from dpulr.cli.data import data
+from dpulr.cli.evaluate import evaluate
+from dpulr.cli.main import USAGE
+from dpulr.cli.plan import plan
+from dpulr.cli.report import report
+from dpulr.cli.resume import resume
+from dpulr.cli.train import train
 
 app = typer.Typer(
     name="dpulr",
@@ -31,13 +38,9 @@ def _common(
         raise typer.Exit(0)
     if context.invoked_subcommand is None:
         print(context.get_help())
-        raise typer.Exit(2)
+        raise typer.Exit(USAGE)
 
 
-app.command("train")(train.train)
-app.command("resume")(train.resume)
-app.command("plan")(plan.plan)
-app.command("audit")(audit.audit)
-app.command("report")(report.report)
-app.command("evaluate")(evaluate.evaluate)
-app.add_typer(data.data, name="data")
+for command in (train, resume, plan, audit, report, evaluate):
+    app.command()(command)
+app.add_typer(data, name="data")

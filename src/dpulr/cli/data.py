@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from dpulr.cli.options import AsJson
 
 data = typer.Typer(help="List the data sets, and fetch them.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -16,12 +17,13 @@ data = typer.Typer(help="List the data sets, and fetch them.", no_args_is_help=T
 def show(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """List the data sets that are known by name, and where they are."""
     from dpulr.data import catalog
+    from dpulr.errors import DataError
 
     rows = []
     for entry in catalog.ENTRIES.values():
         try:
             place = str(catalog.place(entry)) if entry.files else "in the package"
-        except ValueError:
+        except DataError:
             place = ""
         rows.append({"name": entry.name, "about": entry.about, "place": place})
     if as_json:
@@ -36,35 +38,17 @@ def get(
     name: Annotated[str, typer.Argument(help="Name of the data set.")],
     source: Annotated[Path | None, typer.Option("--from", help="A folder that has its files.")] = None,
     url: Annotated[str | None, typer.Option(help="Another address of the same files.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Fetch a data set, check every file, and put it where training finds it. A broken download is continued."""
     from dpulr.data import catalog
-    from dpulr.data.fetch import fetch
 
     if not catalog.find(name).files:
         print(f"{name} comes with the package; there is nothing to fetch.")
         return
-    if not sys.stderr.isatty():
-        shown: list[str] = []
+    from dpulr.cli.progress import make_view
+    from dpulr.data.fetch import fetch
 
-        def plain(what: str, done: int, total: int) -> None:
-            if what not in shown:
-                shown.append(what)
-                print(what, file=sys.stderr, flush=True)
-
-        print(fetch(name, plain, source=source, url=url))
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def live(what: str, done: int, total: int) -> None:
-            kind = "checking" if what.startswith("checked") else what
-            task = tasks.setdefault(kind, bars.add_task(kind, total=None)) if kind not in tasks else tasks[kind]
-            bars.update(task, description=what, completed=done, total=total or None)
-
-        place = fetch(name, live, source=source, url=url)
-    print(place)
+    with make_view(as_json=as_json) as view:
+        place = fetch(name, view.progress, source=source, url=url)
+        view.end({"place": str(place)}, str(place))

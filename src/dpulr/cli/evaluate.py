@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,16 +16,11 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with the confusion matrix.")] = False,
 ) -> None:
     """Accuracy and a table by class, of the model in a run, on held-out data."""
-    from dpulr.runs.blackbox import load
+    from dpulr.runs.loading import load
 
-    box = load(run)
-    scores = box.score(dataset)
+    scores = load(run).score(dataset)
     if as_json:
-        print(
-            json.dumps(
-                {"accuracy": scores.accuracy, "loss": scores.loss, "classes": scores.classes(), "confusion": scores.confusion}
-            )
-        )
+        print(json.dumps({**asdict(scores), "classes": scores.classes()}))
         return
     print(f"{'class':>7} {'records':>8} {'recall':>8} {'precision':>10}")
     for row in scores.classes():

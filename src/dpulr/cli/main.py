@@ -1,4 +1,4 @@
-"""The entry point: runs a command and turns every failure into a sentence and an exit code."""
+"""The entry point: runs a command and turns every failure into a sentence and an exit code. Exit codes stand here alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from dpulr.runs.errors import Interrupted, RunError
+from dpulr import errors
 
+FAILED, USAGE, REFUSED, CLAIM_REFUTED, INTERRUPTED = 1, 2, 3, 4, 130
+CODES: dict[type[BaseException], int] = {  # the first that fits
+    errors.Interrupted: INTERRUPTED,
+    KeyboardInterrupt: INTERRUPTED,
+    errors.PrivacyRefusal: REFUSED,
+    errors.BudgetError: REFUSED,
+    errors.UsageError: USAGE,
+    errors.InvalidArgument: USAGE,
+    errors.DataError: USAGE,
+    errors.ModelRefused: USAGE,
+    errors.RunError: FAILED,
+}
 _SPACE = "the disk is full. What was recorded is kept; make room and go on (a run with 'dpulr resume')."
 
 
@@ -23,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(given)
     except BaseException as problem:
         if isinstance(problem, SystemExit):
-            return problem.code if isinstance(problem.code, int) else 1
+            return problem.code if isinstance(problem.code, int) else FAILED
         if debug:
             traceback.print_exc()
         code, text = _explained(problem)
@@ -41,7 +53,7 @@ def _run(given: list[str]) -> int:
     try:
         code = command.main(args=given, prog_name="dpulr", standalone_mode=False)
     except typer.Abort:
-        raise Interrupted("interrupted.") from None
+        raise errors.Interrupted("interrupted.") from None
     except Exception as problem:
         show = getattr(problem, "show", None)  # usage errors of the parser print themselves, with the command's usage line
         if show is None or not hasattr(problem, "exit_code"):
@@ -53,23 +65,20 @@ def _run(given: list[str]) -> int:
 
 
 def _explained(problem: BaseException) -> tuple[int, str]:
-    if isinstance(problem, RunError):
-        return problem.code, str(problem)
-    if isinstance(problem, KeyboardInterrupt):
-        return Interrupted.code, "interrupted."
+    for kind, code in CODES.items():
+        if isinstance(problem, kind):
+            return code, str(problem) or "interrupted."
     if isinstance(problem, BrokenPipeError):
         _close_output()
-        return 1, ""
+        return FAILED, ""
     if isinstance(problem, OSError):
         if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return 1, _SPACE
+            return FAILED, _SPACE
         place = f" ({problem.filename})" if problem.filename else ""
-        return 1, f"{problem.strerror or problem}{place}."
-    if isinstance(problem, ValueError | OverflowError):
-        return 2, str(problem) or "a value is out of range."
+        return FAILED, f"{problem.strerror or problem}{place}."
     if isinstance(problem, MemoryError):
-        return 1, "there is not enough memory."
-    return 1, f"{type(problem).__name__}: {problem}. With --debug you see where it comes from."
+        return FAILED, "there is not enough memory."
+    return FAILED, f"internal error: {type(problem).__name__}: {problem}. With --debug you see where it comes from."
 
 
 def _complain(text: str) -> None:

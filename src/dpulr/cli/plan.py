@@ -1,60 +1,137 @@
-"""`dpulr plan`: what a setting costs, or which setting meets a budget. It starts without torch."""
+"""`dpulr plan`: what a setting costs, or which setting meets a budget, with train's defaults and train's layers."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpulr.runs.errors import UsageError
+from dpulr.cli.options import Sets, takes_settings
+from dpulr.errors import UsageError
+from dpulr.runs.settings import Settings, keys_of
+
+if TYPE_CHECKING:
+    from dpulr.accounting.events import Release
+
+    MakeRelease = Callable[[float], Release]
+
+_SETTINGS = (
+    *("dataset", "model", "mechanism", "repeats", "batch_size", "epochs", "steps"),
+    *("target_epsilon", "target_delta", "noise_multiplier", "rejection_threshold"),
+)
 
 
+@takes_settings(_SETTINGS)
 def plan(
-    epsilon: Annotated[float | None, typer.Option("--epsilon", "--target-epsilon", help="The budget.")] = None,
-    delta: Annotated[float | None, typer.Option("--delta", "--target-delta", help="Delta; 1e-5 unless given.")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="Noise over the bound on a record.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Expected size of a batch.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="How often a record is seen on average.")] = None,
-    dataset_size: Annotated[int | None, typer.Option(help="Number of records.")] = None,
-    mechanism: Annotated[str, typer.Option(help="gaussian or hidden-direction.")] = "gaussian",
-    rejection_threshold: Annotated[str, typer.Option(help="Draw batches below this size again: a number, or auto.")] = "0",
-    dims: Annotated[str | None, typer.Option(help="hidden-direction: dimensions of the layers, such as 16,16,16,10.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="hidden-direction: directions a record and layer.")] = None,
+    options: dict[str, Any],
+    dataset_size: Annotated[int | None, typer.Option(help="Number of records. Default: that of the data set.")] = None,
+    dims: Annotated[
+        str | None, typer.Option(help="Dimensions of layers of equal weight, such as 16,16,16,10, instead of a model's own.")
+    ] = None,
+    sets: Sets = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Give all of epsilon, noise, batch size, epochs and data set size but one: it is computed. With all of them: delta is."""
-    from dpulr.accounting.planning import plan as solve
+    """Leave out one of epsilon, noise, batch size, epochs and data set size: it is computed. Leave out more: they are what
+    train takes, and the noise is computed, or epsilon if the noise is given. Leave out none: delta is computed."""
+    from dpulr.accounting import planning
 
-    layers: dict[str, object] = {}
-    if dims is not None:
-        layers["dims"] = _numbers(dims)
-    if repeats is not None:
-        layers["repeats"] = repeats
-    found = solve(
-        epsilon=epsilon,
-        delta=delta,
-        noise_multiplier=noise_multiplier,
-        batch_size=batch_size,
-        epochs=epochs,
-        dataset_size=dataset_size,
-        mechanism=mechanism,
-        rejection_threshold=_threshold(rejection_threshold),
-        **layers,
-    )
-    print(found.to_json() if as_json else found.table())
+    settings = Settings.build(options=options, sets=sets or ())
+    said = {*options, *keys_of(sets or ())}
+    make, size = _of_dims(settings, dims) if dims is not None else _of_model(settings)
+    given = _completed(settings, said, dataset_size, size)
+    delta = settings.target_delta if "target_delta" in said or None in given.values() else None
+    found = planning.plan(mechanism=make, delta=delta, rejection_threshold=settings.rejection_threshold, **given)
+    layers = _layers(make(found.noise_multiplier), found.noise_multiplier)
+    if as_json:
+        print(json.dumps({**asdict(found), **layers}, indent=2))
+        return
+    print(found.table())
+    for name, values in layers.items():
+        print(f"{name}: {', '.join(f'{value:.4g}' for value in values)}")
 
 
-def _numbers(text: str) -> list[int]:
+# --- what is given, and what is computed --------------------------------------------------------------------------------
+def _completed(settings: Settings, said: set[str], dataset_size: int | None, size: int | None) -> dict[str, Any]:
+    """The five quantities, None for the one to compute. `said`: settings that were given; `size`: that of train's data set."""
+    given: dict[str, Any] = {
+        "epsilon": settings.target_epsilon if "target_epsilon" in said else None,
+        "noise_multiplier": settings.noise_multiplier,
+        "batch_size": settings.batch_size if "batch_size" in said else None,
+        "epochs": settings.epochs if "epochs" in said or settings.steps is not None else None,
+        "dataset_size": dataset_size,
+    }
+    if sum(value is None for value in given.values()) > 1:
+        solved = _solved(given)
+        defaults = {**_defaults(settings), "dataset_size": size}
+        given = {name: None if name == solved else value or defaults[name] for name, value in given.items()}
+        if solved != "dataset_size" and given["dataset_size"] is None:
+            raise UsageError("with --dims, give --dataset-size too: no data set is read.")
+    if settings.steps is not None:
+        given["epochs"] = _epochs(settings.steps, given["batch_size"], given["dataset_size"])
+    return given
+
+
+def _solved(given: dict[str, Any]) -> str:
+    """What to compute where several quantities are left out."""
+    if given["noise_multiplier"] is None:
+        return "noise_multiplier"
+    if given["epsilon"] is None:
+        return "epsilon"
+    return next(name for name in ("epochs", "batch_size") if given[name] is None)
+
+
+def _defaults(settings: Settings) -> dict[str, Any]:
+    return {
+        "epsilon": settings.target_epsilon,
+        "noise_multiplier": settings.noise_multiplier,
+        "batch_size": settings.batch_size,
+        "epochs": settings.epochs,
+    }
+
+
+def _epochs(steps: int, batch_size: int | None, dataset_size: int | None) -> float:
+    from dpulr.accounting.planning import epochs_of
+
+    if batch_size is None or dataset_size is None:
+        raise UsageError("give --epochs instead of --steps where the batch size or the data set size is to be computed.")
+    return epochs_of(steps, min(1.0, batch_size / dataset_size))
+
+
+# --- what a step releases -----------------------------------------------------------------------------------------------
+def _of_model(settings: Settings) -> tuple[MakeRelease, int]:
+    """As train has it: the model's layers and their weights; and the size of the data set."""
+    from dpulr.runs.loading import load_data, make_mechanism
+    from dpulr.runs.training import release_of
+
+    if make_mechanism(settings).guarantee != "certified":
+        raise UsageError(f"{settings.mechanism} has no certified epsilon to plan with (docs/accounting.md has its nominal one).")
+    train, _ = load_data(settings)
+    return release_of(settings, train), len(train)
+
+
+def _of_dims(settings: Settings, dims: str) -> tuple[MakeRelease, None]:
+    """Without a model, a data set or torch: for the mechanisms that the accountant knows by name."""
+    from dpulr.accounting.shortcuts import release_maker
+
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
+        sizes = [int(part) for part in dims.replace(",", " ").split()]
     except ValueError as problem:
-        raise UsageError(f"--dims takes whole numbers, such as 16,16,16,10, not {text!r}.") from problem
+        raise UsageError(f"--dims takes whole numbers, such as 16,16,16,10, not {dims!r}.") from problem
+    if settings.mechanism != "hidden-direction":
+        return release_maker(settings.mechanism), None
+    return release_maker(settings.mechanism, dims=sizes, repeats=settings.repeats or 1), None
 
 
-def _threshold(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError as problem:
-        raise UsageError(f"--rejection-threshold is {text!r}; it must be a whole number or auto.") from problem
+def _layers(release: Release, noise_multiplier: float) -> dict[str, list[float]]:
+    """Dimensions, weights and repeats of a release that has layers."""
+    sites = getattr(release, "sites", ())
+    if not sites:
+        return {}
+    return {
+        "dims": [site.dim for site in sites],
+        "weights": [noise_multiplier / site.noise_ratio for site in sites],
+        "repeats": [site.repeats for site in sites],
+    }

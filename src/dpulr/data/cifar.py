@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpulr.data import catalog
+from dpulr.errors import DataError
 
 RECORDS, PIXELS = 10_000, 3072
 
 
-def load_cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
+def load(folder: Path) -> tuple[TensorDataset, TensorDataset]:
     """From a folder with the six .bin files, or one that holds cifar-10-batches-bin or -py."""
     parts = [_batch(read_file(folder, name)) for name in catalog.CIFAR10.files]
     images, labels = (torch.cat(tensors) for tensors in zip(*parts[:5], strict=True))
@@ -33,7 +34,7 @@ def read_file(folder: Path, name: str) -> bytes:
     stem = name.removesuffix(".bin")
     path = next((p for p in (folder / stem, folder / "cifar-10-batches-py" / stem) if p.is_file()), None)
     if path is None:
-        raise ValueError(f"there is no {name} in {folder}.")
+        raise DataError(f"there is no {name} in {folder}.")
     return catalog.verify(from_python(path), catalog.CIFAR10, name, path)
 
 
@@ -54,7 +55,7 @@ def from_python(path: Path) -> bytes:
         labels = np.array(batch[b"labels"], dtype=np.uint8).reshape(-1, 1)
         return np.concatenate([labels, np.asarray(batch[b"data"], dtype=np.uint8)], axis=1).tobytes()
     except Exception as problem:  # a damaged pickle can fail in any way
-        raise ValueError(f"{path} is damaged: {problem}.") from problem
+        raise DataError(f"{path} is damaged: {problem}.") from problem
 
 
 def scaled(images: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def from_pictures(folder: Path, name: str) -> bytes:
     with Image.open(folder / f"{stem}.png") as picture:
         pixels = np.asarray(picture.convert("RGB"))
     if pixels.shape != (RECORDS, 1024, 3):
-        raise ValueError(f"{stem}.png has the shape {pixels.shape}, not {(RECORDS, 1024, 3)}.")
+        raise DataError(f"{stem}.png has the shape {pixels.shape}, not {(RECORDS, 1024, 3)}.")
     values = pixels.transpose(0, 2, 1).reshape(RECORDS, PIXELS)
     if stem == "test_batch":
         labels = json.loads((folder / "test_lables.json").read_text())

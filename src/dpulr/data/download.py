@@ -7,6 +7,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from dpulr.errors import DataError
+
 Progress = Callable[[str, int, int], None]  # what is going on, how much is done, of how much (0: unknown)
 _BLOCK = 1 << 18
 _TRIES = 4
@@ -25,11 +27,11 @@ def download(url: str, path: Path, progress: Progress) -> Path:
             if refused.code == 416:  # nothing lies behind what we have: it is another file, or whole
                 part.unlink(missing_ok=True)
             elif refused.code < 500:
-                raise ValueError(f"{url} can't be had: {refused.code} {refused.reason}.") from refused
+                raise DataError(f"{url} can't be downloaded: {refused.code} {refused.reason}.") from refused
             problem = refused
         except (OSError, ValueError) as broken:
             problem = broken
-    raise ValueError(f"{url} could not be downloaded ({problem or 'it broke off'}). What came is kept; try again to go on.")
+    raise DataError(f"{url} could not be downloaded ({problem or 'it broke off'}). What came is kept; try again to go on.")
 
 
 def _more(url: str, part: Path, progress: Progress) -> bool:

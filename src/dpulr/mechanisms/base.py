@@ -6,6 +6,7 @@ passed as a value; nothing is left on an object between them.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from dpulr.randomness import Directions
 
 WITH_MARGIN = 1 - 1e-5
 """Bounds are met with this much room, so that float32 rounding can't push a record above them."""
+
+GRID_BITS = 10
+"""The grid of a release is finer than its noise by this power of two."""
 
 Public = TypeVar("Public")
 Batch = tuple[Any, Any]
@@ -104,7 +108,7 @@ class FittedMechanism(ABC, Generic[Public]):
     def privatise(self, total: Any, noise: Tensor) -> Tensor:
         """Here noise is added. What comes out may be seen by everybody. `noise` is standard normal, in float64."""
         flat: Tensor = total.double()
-        return flat.add_(noise, alpha=self.noise_std)
+        return on_grid(flat.add_(noise, alpha=self.noise_std), self.noise_std)
 
     @abstractmethod
     def gradients(self, values: Tensor, public: Public, into: Gradients) -> None:
@@ -132,12 +136,11 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         return self._bases.draw()
 
     def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Any:
-        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+        total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
         parts = self.parts(total)
         for chunk in self.chunks.records(batch):
             directions.expect(self.draws(count(chunk[1])))
-            clean = self.forward.clean(*chunk)
-            if clean is not None:
+            for clean in self.forward.clean(*chunk):
                 self.add(clean, public, directions, parts)
         return total
 
@@ -161,6 +164,14 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     def parts(self, flat: Tensor) -> list[Tensor]:
         """The sites' parts of a release."""
         return list(flat.split_with_sizes(self.part_sizes))
+
+
+def on_grid(values: Tensor, noise_std: float) -> Tensor:
+    """Round in place to a public grid, 2^-10 of the noise: the low bits of a float64 sum would tell what was summed (section 9)."""
+    if noise_std == 0:
+        return values
+    spacing = 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS)
+    return values.div_(spacing).round_().mul_(spacing)
 
 
 def weighted(factors: Tensor, z: Tensor) -> Tensor:

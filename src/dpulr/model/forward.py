@@ -12,10 +12,9 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from dpulr.model.batches import choose, count, row
+from dpulr.model.batches import count, row
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.rescue import each_alone, together_or_apart
 from dpulr.model.sites import Site
@@ -57,19 +56,23 @@ class Forward:
             for module, training in changed:
                 module.training = not training
 
-    def clean(self, inputs: Any, targets: Any) -> Clean | None:
-        """The clean pass over the records for which it does not raise; None if there are none."""
+    def clean(self, inputs: Any, targets: Any) -> list[Clean]:
+        """Clean passes over the records for which they don't raise: one for all; or one per record, where the joint pass raises.
 
-        def apart() -> Clean | None:
-            kept = each_alone(range(count(targets)), lambda i: self.passes.clean(*row((inputs, targets), i)))
+        A model that reads values sees one record at a time anyway: what it does with one says nothing about the next.
+        """
+
+        def apart() -> list[Clean]:
             found: list[Clean] = []
-            each_alone([torch.tensor(kept)] if kept else [], lambda i: found.append(self._clean_of(inputs, targets, i)))
-            return found[0] if found else None
+            each_alone(range(count(targets)), lambda i: found.append(self.passes.clean(*row((inputs, targets), i))))
+            return found
 
-        return together_or_apart(lambda: self.passes.clean(inputs, targets), apart, lambda: self.check_alive([0]))
-
-    def _clean_of(self, inputs: Any, targets: Any, index: Tensor) -> Clean:
-        return self.passes.clean(*choose((inputs, targets), index))
+        if self.recordwise:
+            alone = apart()
+            if not alone and count(targets):
+                self.check_alive([0])
+            return alone
+        return together_or_apart(lambda: [self.passes.clean(inputs, targets)], apart, lambda: self.check_alive([0]))
 
     def losses(self, clean: Clean, index: int, moved: Tensor) -> Tensor:
         """(repeats, records) losses when the output of one site is `moved` (repeats, records, *out)."""

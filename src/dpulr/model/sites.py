@@ -24,6 +24,8 @@ from dpulr.norms import flat_norm
 
 Space = Literal["auto", "output", "weight"]
 _MOST_AHEAD, _NUMBERS_AHEAD = 64, 2**17
+_SUMMED_TOGETHER = 256
+"""Records whose gradients are added in the model's own precision; these sums are added in float64 (docs/theory.md, section 9)."""
 
 
 def make_site(layer: Layer, output_shape: torch.Size, space: Space = "auto") -> Site:
@@ -137,7 +139,7 @@ class Site(ABC):
     def add_record_gradients(gradients: Tensor, scale: Tensor, part: Tensor) -> None:
         """The same for gradients (records, size) that were made already."""
         scaled = gradients * scale.unsqueeze(1)
-        part += scaled.masked_fill(~torch.isfinite(scaled).all(1, keepdim=True), 0).sum(0)
+        part += scaled.masked_fill(~torch.isfinite(scaled).all(1, keepdim=True), 0).sum(0, dtype=part.dtype)
 
     @abstractmethod
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
@@ -193,7 +195,11 @@ class OutputSite(Site):
                 good = torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1)
                 bad = ~(good & torch.isfinite(scaled).all(1))
                 call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
-        self.rule.add_gradient(call, self._shaped(scaled), self._views(part))
+        for start in range(0, len(scaled), _SUMMED_TOGETHER):
+            some = call if len(scaled) <= _SUMMED_TOGETHER else call.rows(start, start + _SUMMED_TOGETHER)
+            total = torch.zeros(self.size, dtype=signal.dtype, device=signal.device)
+            self.rule.add_gradient(some, self._shaped(scaled[start : start + _SUMMED_TOGETHER]), self._views(total))
+            part += total
 
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
         for name, view in self._views(part).items():

@@ -235,10 +235,10 @@ class FittedPaper(FittedMechanism[StepSettings]):
         parts = self.parts(flat)
         at_once = given_sigma and len(chunks) > 1  # sigma is given: one clean pass does for both
         controls, extra = self._control(public, covariances) if at_once else ([], [])
-        clean = None
+        cleans: list[Clean] = []
         for chunk in chunks:
-            clean = self.forward.clean(*chunk)
-            if clean is not None:
+            cleans = self.forward.clean(*chunk)
+            for clean in cleans:
                 for blocks, call, covariance, std in zip(self.blocks, clean.calls, covariances, public.target_std, strict=True):
                     if std > 0:
                         blocks.add(call, clean.losses, covariance)
@@ -248,8 +248,8 @@ class FittedPaper(FittedMechanism[StepSettings]):
             controls, extra = self._control(public, covariances)
         for chunk in () if at_once else chunks:
             if len(chunks) > 1:
-                clean = self.forward.clean(*chunk)
-            if clean is not None:
+                cleans = self.forward.clean(*chunk)
+            for clean in cleans:
                 self.add(clean, controls, directions, parts)
         return PaperTotal(flat, controls, extra)
 

@@ -6,42 +6,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr.runs.blackbox import BlackBox, load
-    from dpulr.runs.errors import Interrupted, PrivacyRefusal, RunError, UsageError
+    from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
+    from dpulr.runs.loading import TrainedModel, load
     from dpulr.runs.run import resume, start
-    from dpulr.runs.scoring import Scores, score
     from dpulr.runs.settings import Settings
+    from dpulr.runs.training import train_and_evaluate
+    from dpulr.scores import Scores, score
 
 __all__ = [
-    "BlackBox",
     "Interrupted",
     "PrivacyRefusal",
     "RunError",
     "Scores",
     "Settings",
+    "TrainedModel",
     "UsageError",
     "load",
     "resume",
     "score",
     "start",
+    "train_and_evaluate",
 ]
 
 _HOME = {
-    "BlackBox": "blackbox",
-    "Interrupted": "errors",
-    "PrivacyRefusal": "errors",
-    "RunError": "errors",
-    "Scores": "scoring",
-    "Settings": "settings",
-    "UsageError": "errors",
-    "load": "blackbox",
-    "resume": "run",
-    "score": "scoring",
-    "start": "run",
+    "dpulr.errors": ("Interrupted", "PrivacyRefusal", "RunError", "UsageError"),
+    "dpulr.runs.loading": ("TrainedModel", "load"),
+    "dpulr.runs.run": ("resume", "start"),
+    "dpulr.runs.settings": ("Settings",),
+    "dpulr.runs.training": ("train_and_evaluate",),
+    "dpulr.scores": ("Scores", "score"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    for home, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from dpulr.runs.errors import PrivacyRefusal, RunError
-from dpulr.runs.files import replace_file
+from dpulr.errors import PrivacyRefusal, RunError
+from dpulr.files import replace_file
 
 CHECKPOINT, MODEL = "checkpoint.safetensors", "model.safetensors"
 
@@ -55,13 +55,9 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 # --- training state -----------------------------------------------------------------------------------------------------
-def save_training(
-    folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None, about: Mapping[str, Any]
-) -> None:
+def save_training(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> None:
     """The state to go on from. `about` ties it to its run: run, steps, ledger entry and hash."""
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    if average is not None:
-        tensors |= {f"average.{name}": tensor for name, tensor in average.state_dict().items()}
     optimizer_state = optimizer.state_dict()
     plain: dict[str, dict[str, Any]] = {}
     for index, values in optimizer_state["state"].items():
@@ -73,9 +69,7 @@ def save_training(
     write(folder / CHECKPOINT, tensors, {**about, "optimizer": plain, "groups": optimizer_state["param_groups"]})
 
 
-def load_training(
-    folder: Path, *, run: str, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None
-) -> dict[str, Any]:
+def load_training(folder: Path, *, run: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Put the last checkpoint's state into place; return what was saved about it, or nothing if there is no checkpoint yet."""
     if not (folder / CHECKPOINT).exists():
         return {}
@@ -89,8 +83,6 @@ def load_training(
         raise PrivacyRefusal(f"{folder / CHECKPOINT} belongs to another run.")
     try:
         model.load_state_dict(_part(tensors, "model."))
-        if average is not None:
-            average.load_state_dict(_part(tensors, "average."))
         state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in about["optimizer"].items()}
         for name, tensor in _part(tensors, "optimizer.").items():
             index, _, key = name.partition(".")
@@ -111,8 +103,7 @@ def load_model(folder: Path, model: nn.Module) -> dict[str, Any]:
         tensors, about = read(folder / MODEL)
     else:
         tensors, about = read(folder / CHECKPOINT)
-        average = _part(tensors, "average.module.")
-        tensors = average or _part(tensors, "model.")
+        tensors = _part(tensors, "model.")
     try:
         model.load_state_dict(tensors)
     except (RuntimeError, KeyError) as problem:

@@ -1,6 +1,6 @@
 """The ledger on disk, written ahead: a step's cost is synced before the step is computed (docs/cli.md, "The ledger").
 
-One JSON line an entry. The first names the run, its settings and its budget. Then an `event` says once what a kind of step
+One JSON line per entry. The first names the run, its settings and its budget. Then an `event` says once what a kind of step
 releases, each `step` refers to one, and a `resume` says that the run went on, and under which budget. Each entry holds the hash of
 the one before, and `ledger.head` the number and hash of the last: an edited, shortened or foreign ledger is noticed. The hashes
 have no key; they are against accidents and edits by hand, not against somebody who computes them anew.
@@ -23,8 +23,8 @@ from typing import Any
 from dpulr import accounting
 from dpulr.accounting import events
 from dpulr.accounting.events import Charge, SampledStep, Unaccounted
-from dpulr.runs.errors import PrivacyRefusal
-from dpulr.runs.files import write_all
+from dpulr.errors import PrivacyRefusal
+from dpulr.files import write_all
 
 LEDGER, HEAD = "ledger.jsonl", "ledger.head"
 FORMAT = 1
@@ -122,7 +122,7 @@ class DiskLedger(accounting.Ledger):
             self._order.append(index)
 
     def charges_after(self, steps: int) -> list[Charge]:
-        """What the first so many steps were charged."""
+        """What the first `steps` steps were charged."""
         counts = Counter(self._order[:steps])
         return [Charge(self._events[index], count) for index, count in counts.items()]
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-import dpulr
+from dpulr import __version__
 from dpulr.engine import PrivacyEngine
-from dpulr.mechanisms import Gaussian, HiddenDirection, Paper, ZerothOrder
-from dpulr.runs.errors import RunError
-from dpulr.runs.files import read_json
+from dpulr.errors import RunError
+from dpulr.files import read_json
 from dpulr.runs.ledger import DiskLedger
-from dpulr.runs.scoring import Scores
 from dpulr.runs.settings import Settings
+from dpulr.scores import Scores
 
 
 def overview(settings: Settings, engine: PrivacyEngine, ledger: DiskLedger, folder: Path) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def result(
         "model": settings.model,
         "parameters": sum(p.numel() for p in engine.model.parameters()),
         "seed": settings.seed,
-        "version": dpulr.__version__,
+        "version": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -73,22 +72,10 @@ def result(
 
 
 def forward_passes(engine: PrivacyEngine) -> int | None:
-    """Passes of a batch: the clean one, and for each layer, direction and sign one through what lies downstream.
-
-    It follows from public settings. Passes of records would tell the realised sizes of the batches.
-    """
-    settings, sites = engine.mechanism, len(engine.forward.sites)
-    if isinstance(settings, HiddenDirection):
-        hidden = sites - (settings.last_layer == "exact")
-        exact = 2 * engine.forward.sites[-1].dim if settings.last_layer == "exact" else 0
-        return engine.steps_taken * (1 + 2 * settings.repeats * hidden + exact)
-    if isinstance(settings, Gaussian):
-        return engine.steps_taken * (1 + (2 if settings.estimator == "antithetic" else 1) * settings.repeats * sites)
-    if isinstance(settings, ZerothOrder):
-        return engine.steps_taken * 2 * settings.repeats
-    if isinstance(settings, Paper) and isinstance(settings.repeats, int):
-        return engine.steps_taken * (1 + settings.repeats * (1 if settings.simultaneous else sites))
-    return None
+    """Passes of a batch, from public settings. Passes of records would tell the realised sizes of the batches."""
+    count = getattr(engine.mechanism, "passes", None)
+    per_step = None if count is None else count(engine.forward.sites)
+    return None if per_step is None else engine.steps_taken * int(per_step)
 
 
 def stored(path: Path, *, steps: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Starting and resuming a run. The loop itself is `experiments.training.Training`; here is what happens around it."""
+"""Starting and resuming a run. The loop itself is `training.Training`; here is what happens around it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import cross_entropy
 
+from dpulr.engine import PrivacyEngine
+from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
+from dpulr.files import append_line, replace_file, replace_json, sync_folder
 from dpulr.model.batches import call_model
-from dpulr.runs import building, checkpoint
+from dpulr.runs import checkpoint
 from dpulr.runs import result as results
-from dpulr.runs.clock import Clock, seconds_before
-from dpulr.runs.errors import Interrupted, PrivacyRefusal, RunError, UsageError
-from dpulr.runs.files import append_line, locked, replace_file, replace_json, sync_folder
+from dpulr.runs.folder import CONFIG, METRICS, RESULT, UNPROTECTED, locked, open_config
 from dpulr.runs.ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
-from dpulr.runs.opening import CONFIG, METRICS, RESULT, UNPROTECTED, open_config
-from dpulr.runs.scoring import Scores, score
+from dpulr.runs.loading import load_data, make_model
+from dpulr.runs.process import Clock, Stop, seconds_before
 from dpulr.runs.settings import Settings
-from dpulr.runs.stopping import Stop
 from dpulr.runs.training import Training
+from dpulr.scores import Scores, score
 
 _CHECKPOINT_SECONDS = 60.0
 
@@ -47,33 +48,23 @@ def start(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         more = " It is a run: go on with 'dpulr resume'." if (folder / CONFIG).exists() else ""
         raise UsageError(f"{folder} exists and is not empty.{more}")
+    clock = Clock()
     with Stop() as stop, ExitStack() as held:
-        clock = Clock()
         view.note("reading the data")
-        train, test = building.load_data(settings)
+        train, test = load_data(settings)
         view.note("preparing the model and calibrating the noise")
-        training = _training(settings, train)
-        engine = training.engine
-        if engine.guarantee != "certified" and not allow_uncertified:
-            reason = getattr(engine.step_event, "reason", "its epsilon is a formula without a proof")
+        training = Training(settings, train, make_model(settings))
+        if training.engine.guarantee == "none" and not allow_uncertified:
             raise PrivacyRefusal(
-                f"this run would have no certified guarantee ({reason}). If that is what you want, add --allow-uncertified."
+                f"this run would have no guarantee ({_why_none(training.engine)}). "
+                "If that is what you want, add --allow-uncertified."
             )
         view.note(f"writing to {folder}")
-        config = settings.to_json()
-        begin = Start(
-            run=secrets.token_hex(8),
-            config=ledger_digest(config),
-            noise_multiplier=engine.noise_multiplier,
-            rejection_threshold=getattr(engine.sampler, "rejection_threshold", 0),
-            target_epsilon=settings.target_epsilon,
-            target_delta=settings.target_delta,
-            planned_steps=engine.planned_steps,
-        )
-        ledger = _create(folder, config, begin, held)
-        engine.use_ledger(ledger)
+        ledger = _create(folder, settings, training.engine, held)
         clock.end("setup")
-        return _Run(folder, settings, training, test, ledger, view, clock, stop, show_unprotected).train({})
+        run = _Run(folder=folder, training=training, test=test, ledger=ledger, view=view, clock=clock, stop=stop)
+        run.show_unprotected = show_unprotected
+        return run.train()
 
 
 def resume(
@@ -86,31 +77,28 @@ def resume(
 ) -> dict[str, Any]:
     """Go on from the last checkpoint, with fresh entropy. All steps in the ledger count as spent, saved or not."""
     settings, config = open_config(folder)
+    clock = Clock()
     with Stop() as stop, locked(folder) as owner:
-        clock = Clock()
         ledger = DiskLedger.open(folder, ledger_digest(config))
         if owner not in ("", ledger.start.run):
             raise PrivacyRefusal(f"the ledger in {folder} belongs to another run.")
         cut_torn_end(folder)
-        budget = ledger.budget if target_epsilon is None else target_epsilon
         if target_epsilon is not None and (ledger.budget is None or not ledger.budget < target_epsilon < float("inf")):
             raise PrivacyRefusal(f"the budget is {ledger.budget}; it can be raised, but not set to {target_epsilon}.")
-        open_end = target_epsilon is not None and steps is None
         view.note("reading the data")
-        train, test = building.load_data(settings)
+        train, test = load_data(settings)
         view.note("preparing the model")
-        planned = ledger.planned_steps if steps is None else steps
-        training = _training(settings, train, ledger=ledger, budget=budget, steps=planned, open_end=open_end)
-        engine = training.engine
-        about = checkpoint.load_training(
-            folder, run=ledger.start.run, model=training.model, optimizer=training.optimizer, average=training.average
-        )
+        again = _resumed(settings, ledger, target_epsilon, steps)
+        open_end = target_epsilon is not None and steps is None
+        training = Training(again, train, make_model(settings), round=ledger.resumes + 1, open_end=open_end)
+        about = checkpoint.load_training(folder, run=ledger.start.run, model=training.model, optimizer=training.optimizer)
         if int(about.get("entries", 0)) > ledger.entries:
             raise PrivacyRefusal(f"{folder / checkpoint.CHECKPOINT} is newer than the ledger: entries are missing there.")
+        engine = training.engine
         engine.use_ledger(ledger)
         if steps is not None and engine.planned_steps < steps:
             raise PrivacyRefusal(
-                f"{steps} steps do not fit into the budget of epsilon {budget:g}: {engine.planned_steps} do, and "
+                f"{steps} steps do not fit into the budget of epsilon {again.target_epsilon:g}: {engine.planned_steps} do, and "
                 f"{ledger.steps} are taken. Raise it with --target-epsilon, or ask for fewer."
             )
         if engine.steps_taken >= engine.planned_steps:
@@ -119,55 +107,55 @@ def resume(
                 return results.stored(folder / RESULT, steps=ledger.steps)
         else:
             _forget_result(folder)
-            ledger.record_resume(budget=budget, planned_steps=engine.planned_steps)
+            ledger.record_resume(budget=again.target_epsilon, planned_steps=engine.planned_steps)
         clock.end("setup")
-        return _Run(folder, settings, training, test, ledger, view, clock, stop, show_unprotected).train(about)
+        run = _Run(folder=folder, training=training, test=test, ledger=ledger, view=view, clock=clock, stop=stop)
+        run.show_unprotected, run.applied = show_unprotected, int(about.get("applied", 0))
+        return run.train()
 
 
-def _training(
-    settings: Settings,
-    train: Any,
-    *,
-    ledger: DiskLedger | None = None,
-    budget: float | None = None,
-    steps: int | None = None,
-    open_end: bool = False,
-) -> Training:
-    recipe = building.recipe(settings)
-    rounds = 0
-    if ledger is not None:
-        recipe = replace(
-            recipe,
-            noise_multiplier=ledger.start.noise_multiplier,
-            rejection_threshold=ledger.start.rejection_threshold,
-            target_epsilon=budget,
-            steps=steps,
-        )
-        rounds = ledger.resumes + 1
-    try:
-        return Training(recipe, train, building.make_model(settings), round=rounds, open_end=open_end)
-    except ValueError as problem:
-        if "not one step fits" in str(problem) or "No noise reaches" in str(problem):
-            raise PrivacyRefusal(str(problem)) from problem
-        raise UsageError(str(problem)) from problem
+def _resumed(settings: Settings, ledger: DiskLedger, target_epsilon: float | None, steps: int | None) -> Settings:
+    """A run's settings with what its ledger has fixed, and with a raised budget or another number of steps."""
+    return replace(
+        settings,
+        noise_multiplier=ledger.start.noise_multiplier,
+        rejection_threshold=ledger.start.rejection_threshold,
+        target_epsilon=ledger.budget if target_epsilon is None else target_epsilon,
+        steps=ledger.planned_steps if steps is None else steps,
+    )
 
 
-def _create(folder: Path, config: bytes, begin: Start, held: ExitStack) -> DiskLedger:
+def _why_none(engine: PrivacyEngine) -> str:
+    return str(getattr(engine.step_event, "reason", "nothing is proved about its epsilon"))
+
+
+def _create(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitStack) -> DiskLedger:
     """The folder appears with its config, its ledger and its lock, or not at all."""
+    config = settings.to_json()
+    begin = Start(
+        run=secrets.token_hex(8),
+        config=ledger_digest(config),
+        noise_multiplier=engine.noise_multiplier,
+        rejection_threshold=getattr(engine.sampler, "rejection_threshold", 0),
+        target_epsilon=settings.target_epsilon,
+        target_delta=settings.target_delta,
+        planned_steps=engine.planned_steps,
+    )
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.{begin.run}.part")
     draft.mkdir()
     try:
         held.enter_context(locked(draft, begin.run))
         replace_file(draft / CONFIG, config)
-        ledger = DiskLedger.create(draft, begin)
+        DiskLedger.create(draft, begin)
         sync_folder(draft)
         os.replace(draft, folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     sync_folder(folder.parent)
-    ledger.folder = folder
+    ledger = DiskLedger.open(folder, begin.config)
+    engine.use_ledger(ledger)
     return ledger
 
 
@@ -177,34 +165,27 @@ def _forget_result(folder: Path) -> None:
     sync_folder(folder)
 
 
+@dataclass(kw_only=True)
 class _Run:
-    """One process's part of a run."""
+    """One process's part of a run: its steps, evaluations and checkpoints, and the result at its end."""
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: Settings,
-        training: Training,
-        test: Any,
-        ledger: DiskLedger,
-        view: View,
-        clock: Clock,
-        stop: Stop,
-        show_unprotected: bool,
-    ) -> None:
-        self.folder, self.settings, self.training, self.test = folder, settings, training, test
-        self.ledger, self.view, self.clock, self.stop = ledger, view, clock, stop
-        self.show_unprotected = show_unprotected
-        self.saved_at = -1
-        self.scores: Scores | None = None
+    folder: Path
+    training: Training
+    test: Any
+    ledger: DiskLedger
+    view: View
+    clock: Clock
+    stop: Stop
+    show_unprotected: bool = False
+    applied: int = 0  # updates that the weights have kept, those of earlier processes included
+    _saved_at: int = field(default=-1, init=False)
+    _scores: Scores | None = field(default=None, init=False)
 
-    def train(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        engine = self.training.engine
-        planned = engine.planned_steps
-        every = max(1, planned // self.settings.evaluations)
-        self.view.begin(results.overview(self.settings, engine, self.ledger, self.folder))
-        self.applied = int(about.get("applied", 0))
-        first = engine.steps_taken
+    def train(self) -> dict[str, Any]:
+        settings, engine = self.training.settings, self.training.engine
+        planned, first = engine.planned_steps, engine.steps_taken
+        every = max(1, planned // settings.evaluations)
+        self.view.begin(results.overview(settings, engine, self.ledger, self.folder))
         self.stop.at_once = False
         for inputs, targets in self.training.steps():
             self.applied += 1
@@ -219,7 +200,7 @@ class _Run:
                 self._checkpoint()
             if self.stop.requested:
                 break
-        if self.scores is None or self.saved_at != engine.steps_taken:
+        if self._scores is None or self._saved_at != engine.steps_taken:
             self._evaluate()
             if engine.steps_taken > first:
                 self._checkpoint()
@@ -227,13 +208,13 @@ class _Run:
 
     def _evaluate(self) -> None:
         engine = self.training.engine
-        self.scores = score(self.training.final_model, self.test)
+        self._scores = score(self.training.model, self.test)
         spent = engine.privacy_spent()
         self.clock.end("evaluation")
         values = {
             "step": engine.steps_taken,
-            "test_accuracy": self.scores.accuracy,
-            "test_loss": self.scores.loss,
+            "test_accuracy": self._scores.accuracy,
+            "test_loss": self._scores.loss,
             "epsilon": spent.epsilon,
             "learning_rate": self.training.learning_rate(),
             "process": self.ledger.resumes,
@@ -244,18 +225,16 @@ class _Run:
         self.view.metrics(values)
 
     def _checkpoint(self) -> None:
-        training = self.training
+        ledger = self.ledger
         about = {
-            "run": self.ledger.start.run,
-            "steps": self.ledger.steps,
+            "run": ledger.start.run,
+            "steps": ledger.steps,
             "applied": self.applied,
-            "entries": self.ledger.entries,
-            "head": self.ledger.head,
+            "entries": ledger.entries,
+            "head": ledger.head,
         }
-        checkpoint.save_training(
-            self.folder, model=training.model, optimizer=training.optimizer, average=training.average, about=about
-        )
-        self.saved_at = self.ledger.steps
+        checkpoint.save_training(self.folder, model=self.training.model, optimizer=self.training.optimizer, about=about)
+        self._saved_at = ledger.steps
         self.clock.end("checkpoint")
 
     def _unprotected(self, inputs: Any, targets: Any) -> None:
@@ -268,14 +247,15 @@ class _Run:
         self.clock.end("unprotected")
 
     def _finish(self) -> dict[str, Any]:
-        assert self.scores is not None
-        engine = self.training.engine
+        assert self._scores is not None
+        settings, engine = self.training.settings, self.training.engine
         done = engine.steps_taken >= engine.planned_steps
-        result = results.result(self.settings, engine, self.ledger, self.scores, done=done, applied=self.applied)
-        result["seconds"] = round(self._earlier_seconds() + self.clock.total(), 2)
+        result = results.result(settings, engine, self.ledger, self._scores, done=done, applied=self.applied)
+        earlier = seconds_before(self.folder / METRICS, self.ledger.resumes)
+        result["seconds"] = round(earlier + self.clock.total(), 2)
         result["unprotected_shown"] = (self.folder / UNPROTECTED).exists()
         state = {key: result[key] for key in ("run", "steps", "guarantee", "epsilon", "delta", "version")}
-        checkpoint.write(self.folder / checkpoint.MODEL, self.training.final_model.state_dict(), state)
+        checkpoint.write(self.folder / checkpoint.MODEL, self.training.model.state_dict(), state)
         replace_json(self.folder / RESULT, result)
         if not done:
             raise Interrupted(
@@ -283,6 +263,3 @@ class _Run:
                 f"Go on with: dpulr resume {self.folder}"
             )
         return result
-
-    def _earlier_seconds(self) -> float:
-        return seconds_before(self.folder / METRICS, self.ledger.resumes)

@@ -1,19 +1,50 @@
-"""The settings of a run: defaults, a config file, single values on top. No torch here, so that help and errors come at once."""
+"""The only description of a run: defaults, a config file, single values on top. No torch here, so that help comes at once."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from dpulr.runs.errors import UsageError
+from dpulr import __version__, validate
+from dpulr.errors import UsageError
+from dpulr.runs.old_configs import upgraded
+
+Check = Callable[[str, Any], object]
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _option(default: Any, help: str, check: Check | None = None) -> Any:
+    """A setting with its help text and the check of its values (None is not checked)."""
+    return field(default=default, metadata={"help": help, "check": check})
+
+
+def _at_least(least: int) -> Check:
+    return lambda name, value: validate.whole_number(name, value, least)
+
+
+def _word(*words: str) -> Check:
+    return lambda name, value: validate.one_of(name, value, words)
+
+
+def _delta(name: str, value: float) -> None:
+    validate.delta(value, name)
+
+
+def _noise(name: str, value: float) -> None:
+    validate.at_least(name, value, 0)
+
+
+def _momentum(name: str, value: float) -> None:
+    if value != 0:
+        validate.fraction(name, value)
+
+
+def _threshold(name: str, value: int | str) -> None:
+    if value != "auto":
+        validate.whole_number(name, value, 0)
 
 
 @dataclass(frozen=True)
@@ -25,83 +56,97 @@ class Settings:
 
     dataset: str = _option("mnist", "Data set: mnist, fashion-mnist, cifar10, or package.module:function returning (train, test).")
     model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
-    mechanism: str = _option("hidden-direction", "hidden-direction, gaussian or zeroth-order; paper, which has no guarantee.")
-    repeats: int | None = _option(8, "Perturbations a record, layer and step.")
-    batch_size: int = _option(2_000, "Expected size of a batch.")
-    epochs: float = _option(10.0, "How often a record is seen on average.")
-    steps: int | None = _option(None, "Number of steps, instead of --epochs.")
-    target_epsilon: float | None = _option(1.0, "The budget. The noise is calibrated to it, and training never exceeds it.")
-    target_delta: float = _option(1e-5, "Delta of the guarantee.")
-    noise_multiplier: float | None = _option(None, "Noise, instead of the calibrated one. The budget still holds.")
-    learning_rate: float = _option(0.4, "Learning rate at the start; it falls to 0 along half a cosine.")
-    momentum: float = _option(0.9, "Momentum of SGD.")
-    average: float = _option(0.0, "Above 0: the result is a moving average of the weights, with this decay.")
-    sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.")
-    rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.")
-    min_dataset_size: int | None = _option(None, "Public lower bound on the size of the data set, for rejection.")
-    seed: int = _option(0, "Public randomness only: initial weights, subspaces.")
-    insecure_noise_seed: int | None = _option(None, "Repeatable noise, for tests: voids the guarantee.")
-    evaluations: int = _option(20, "How often the held-out data is evaluated and a checkpoint written.")
+    mechanism: str = _option(
+        "hidden-direction", "hidden-direction, gaussian or zeroth-order; paper, whose epsilon is nominal only."
+    )
+    repeats: int | None = _option(8, "Perturbations per record, layer and step.", _at_least(1))
+    batch_size: int = _option(2_000, "Expected size of a batch.", _at_least(1))
+    epochs: float = _option(10.0, "How often a record is seen on average.", validate.positive)
+    steps: int | None = _option(None, "Number of steps, instead of --epochs.", _at_least(1))
+    target_epsilon: float | None = _option(1.0, "The budget, never exceeded. The noise is calibrated to it.", validate.positive)
+    target_delta: float = _option(1e-5, "Delta of the guarantee.", _delta)
+    noise_multiplier: float | None = _option(None, "Noise, instead of the calibrated one. The budget still holds.", _noise)
+    learning_rate: float = _option(0.4, "Learning rate at the start.", validate.positive)
+    momentum: float = _option(0.9, "Momentum of SGD.", _momentum)
+    schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
+    holdout: int = _option(0, "Test on the last n training records instead: for choosing settings.", _at_least(0))
+    sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.", _word("poisson", "shuffle"))
+    rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.", _threshold)
+    min_dataset_size: int | None = _option(None, "Public lower bound on the size of the data set, for rejection.", _at_least(1))
+    seed: int = _option(0, "Public randomness only: initial weights, subspaces.", _at_least(0))
+    insecure_noise_seed: int | None = _option(None, "Repeatable noise, for tests: voids the guarantee.", _at_least(0))
+    evaluations: int = _option(20, "How often the held-out data is evaluated and a checkpoint written.", _at_least(1))
     mechanism_options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "Further settings of the mechanism, by --set mechanism.NAME=VALUE."}
     )
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            object.__setattr__(self, item.name, _converted(item.name, getattr(self, item.name)))
-        if self.evaluations < 1:
-            raise UsageError(f"evaluations is {self.evaluations}; it must be at least 1.")
-        if self.rejection_threshold != "auto" and not isinstance(self.rejection_threshold, int):
-            raise UsageError(f"rejection_threshold is {self.rejection_threshold!r}; it must be a whole number or 'auto'.")
-        if self.sampling not in ("poisson", "shuffle"):
-            raise UsageError(f"sampling is {self.sampling!r}; it must be 'poisson' or 'shuffle'.")
-        for name in ("batch_size", "epochs", "learning_rate"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive.")
-        for name in ("momentum", "average"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1.")
-        if not 0 <= self.seed < 2**32:
+            value = _converted(item.name, getattr(self, item.name))
+            if value is not None and item.metadata.get("check") is not None:
+                item.metadata["check"](item.name, value)
+            object.__setattr__(self, item.name, value)
+        if self.seed >= 2**32:
             raise UsageError(f"seed is {self.seed}; it must be a whole number from 0 to 2^32 - 1.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def to_json(self) -> bytes:
         """The content of config.json; `dpulr train --config` takes it as it is."""
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+        return (json.dumps({"version": __version__, **self.to_dict()}, indent=1) + "\n").encode()
 
     @classmethod
-    def build(cls, config: Path | None = None, options: Mapping[str, Any] | None = None, sets: Iterable[str] = ()) -> Settings:
-        """Defaults, then the config file, then options, then `key=value` pairs; the last one wins."""
-        values: dict[str, Any] = {} if config is None else read_config(config)
-        for name in INVOCATION:
-            values.pop(name, None)
-        values.update(options or {})
-        extra = dict(_table(values.pop("mechanism_options", {})))
+    def build(
+        cls, config: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None, sets: Iterable[str] = ()
+    ) -> Settings:
+        """Defaults, then a config, then options, then `key=value` pairs; the last one wins."""
+        values = {**(config or {}), **(options or {})}
+        version = values.pop("version", __version__)
+        own = dict(_table(values.pop("mechanism_options", {})))
         for name, value in map(_pair, sets):
             if name.startswith("mechanism."):
-                extra[name.removeprefix("mechanism.")] = value
+                own[name.removeprefix("mechanism.")] = value
             else:
                 values[name] = value
-        if values.get("mechanism") == "paper" and values.setdefault("target_epsilon", None) is not None:
-            raise UsageError("the paper mechanism has no certified epsilon: give --noise-multiplier (sigma0), no target.")
         unknown = sorted(set(values) - set(NAMES))
         if unknown:
-            raise UsageError(f"there is no setting {unknown[0]!r}. The settings are: {', '.join(NAMES)}, mechanism.NAME.")
-        return cls(**values, mechanism_options=extra)
+            writer = "" if version == __version__ else f" The config was written by dpulr {version}, this is {__version__}."
+            raise UsageError(f"there is no setting {unknown[0]!r}. The settings are: {', '.join(NAMES)}, mechanism.NAME.{writer}")
+        if values.get("mechanism") == "paper":
+            values = {**_papers_setting(values, own), **values}
+        return cls(**values, mechanism_options=own)
 
 
 NAMES = tuple(item.name for item in fields(Settings) if item.name != "mechanism_options")
 
-INVOCATION: dict[str, type[Any]] = {"out": str, "allow_uncertified": bool, "show_unprotected": bool, "json": bool}
 
+def _papers_setting(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What the paper's method is run with where nothing is said: the paper's batches of 500 and sigma0 of 4.
 
-def invocation(config: Path | None) -> dict[str, Any]:
-    """What a config file says about how to run, rather than what to run."""
-    values = {} if config is None else read_config(config)
-    found = {name: values[name] for name in INVOCATION if name in values}
-    for name, value in found.items():
-        if not isinstance(value, INVOCATION[name]):
-            raise UsageError(f"{name} is {_short(value)}; it must be {'a path' if name == 'out' else 'true or false'}.")
+    It has no certified epsilon, hence no target. Batches below nine tenths of the expected size are drawn again: its theorem needs
+    a threshold, and one that is far enough below the expected size costs few redraws.
+    """
+    if values.get("target_epsilon") is not None:
+        raise UsageError("the paper mechanism has no certified epsilon: give --noise-multiplier (sigma0), no target.")
+    batch_size = values.get("batch_size", 500)
+    found: dict[str, Any] = {"batch_size": batch_size, "target_epsilon": None, "repeats": None}
+    if "target_std" not in own:
+        found["noise_multiplier"] = 4.0
+    if "rejection_threshold" not in own and values.get("sampling", "poisson") == "poisson":
+        found["rejection_threshold"] = int(0.9 * batch_size) if isinstance(batch_size, int | float) else 0
     return found
+
+
+# --- config files -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Invocation:
+    """What a config file says about how to run, rather than what to run."""
+
+    out: str | None = None
+    allow_uncertified: bool = False
+    show_unprotected: bool = False
+    json: bool = False
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -123,13 +168,28 @@ def read_config(path: Path) -> dict[str, Any]:
         if "repeats" in own:
             values["repeats"] = own.pop("repeats")
         values["mechanism_options"] = {**dict(_table(values.get("mechanism_options", {}))), **own}
-    return values
+    return upgraded(values) if path.suffix == ".json" else values
+
+
+def split_invocation(config: Mapping[str, Any]) -> tuple[dict[str, Any], Invocation]:
+    """A config's settings, and how to run them."""
+    values = dict(config)
+    how = {item.name: values.pop(item.name) for item in fields(Invocation) if item.name in values}
+    for name, value in how.items():
+        if not isinstance(value, str if name == "out" else bool):
+            raise UsageError(f"{name} is {_short(value)}; it must be {'a path' if name == 'out' else 'true or false'}.")
+    return values, Invocation(**how)
 
 
 def _table(value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise UsageError(f"a table of settings was expected, not {_short(value)}.")
     return value
+
+
+def keys_of(sets: Iterable[str]) -> list[str]:
+    """The settings that `key=value` pairs name."""
+    return [name for name, _ in map(_pair, sets)]
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -144,9 +204,10 @@ def _pair(text: str) -> tuple[str, Any]:
     return name.strip(), parsed["value"] if set(parsed) == {"value"} else value.strip()
 
 
+# --- values -------------------------------------------------------------------------------------------------------------
 def _converted(name: str, value: Any) -> Any:
     """The value in the setting's type; only changes that lose nothing are made."""
-    allowed = _types(name)
+    allowed = types_of(name)
     if value is None and type(None) in allowed:
         return None
     if dict in allowed:
@@ -166,7 +227,8 @@ def _converted(name: str, value: Any) -> Any:
     raise UsageError(f"{name} is {_short(value)}; it must be {expected}.")
 
 
-def _types(name: str) -> tuple[type[Any], ...]:
+def types_of(name: str) -> tuple[type[Any], ...]:
+    """The types that a setting can have."""
     hint = get_type_hints(Settings)[name]
     kinds = get_args(hint) if get_origin(hint) is not dict and get_args(hint) else (get_origin(hint) or hint,)
     return tuple(kinds)

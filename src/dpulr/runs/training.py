@@ -1,103 +1,64 @@
-"""One training run from a recipe: settings in, numbers out. All experiments and the command line go through here."""
+"""Training by settings: model, optimizer and engine, and the loop that the command line and all experiments go through."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
-from reproduction.opacus import OpacusDPSGD, run_opacus
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset
 
-import dpulr
-from dpulr.mechanisms import Mechanism, by_name
+from dpulr import __version__
+from dpulr.accounting.events import Release
+from dpulr.engine import PrivacyEngine
+from dpulr.runs.loading import load_data, make_mechanism, make_model
+from dpulr.runs.settings import Settings
+from dpulr.scores import evaluate
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """Public settings of a run. `holdout` takes the last so many training records as test set, for tuning; `rescale` = (a, b) turns
-    every input x, as loaded, into a + b x."""
-
-    mechanism: str | Mechanism | OpacusDPSGD = "hidden-direction"
-    dataset: str = "mnist"
-    model: str = "mlp"
-    batch_size: int = 500
-    epochs: float = 5
-    target_epsilon: float | None = 1.0
-    target_delta: float = 1e-5
-    noise_multiplier: float | None = None
-    learning_rate: float = 0.1
-    momentum: float = 0.9
-    average: float = 0.0
-    schedule: Literal["cosine", "constant"] = "cosine"
-    rescale: tuple[float, float] = (0.0, 1.0)
-    holdout: int = 0
-    seed: int = 0
-    insecure_noise_seed: int | None = None
-    steps: int | None = None
-    sampling: Literal["poisson", "shuffle"] = "poisson"
-    rejection_threshold: int | Literal["auto"] = 0
-    min_dataset_size: int | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """The recipe as plain values. Fields that older results don't know are left out while they hold their defaults."""
-        mechanism = self.mechanism if isinstance(self.mechanism, OpacusDPSGD) else by_name(self.mechanism)
-        plain = asdict(replace(self, mechanism=mechanism.name))
-        for field in ("schedule", "rescale", "steps", "sampling", "rejection_threshold", "min_dataset_size"):
-            if plain[field] == getattr(Recipe, field):
-                del plain[field]
-        return {**plain, "mechanism": {"name": mechanism.name, **vars(mechanism)}}
+Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
 
 
 class Training:
-    """What a run of a recipe holds: model, optimizer, engine, and, if asked for, a moving average of the weights.
+    """What a run holds in memory: the model, its optimizer, the engine.
 
-    By default the learning rate falls along half a cosine of the steps charged so far, so it depends on nothing that a resumed run
-    has lost. The average of released weights is post-processing: it costs no privacy. `round` is how often the run was resumed; it
-    varies the public randomness of the steps.
+    The learning rate follows the steps charged so far, so it depends on nothing that a resumed run has lost. `round` is how often
+    the run was resumed; it varies the public randomness of the steps. `open_end` takes as many steps as the budget allows.
     """
 
-    def __init__(self, recipe: Recipe, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False) -> None:
-        if isinstance(recipe.mechanism, OpacusDPSGD):
-            raise TypeError("DP-SGD by Opacus is run by `run`, not by the engine.")
-        self.recipe, self.model = recipe, model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
-        self.engine = dpulr.PrivacyEngine(
+    def __init__(
+        self, settings: Settings, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False
+    ) -> None:
+        self.settings, self.model = settings, model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+        self.engine = PrivacyEngine(
             model,
             self.optimizer,
             train,
             nn.CrossEntropyLoss(reduction="none"),
-            mechanism=recipe.mechanism,
-            batch_size=recipe.batch_size,
-            epochs=recipe.epochs if recipe.steps is None and not open_end else None,
-            steps=None if open_end else recipe.steps,
-            target_epsilon=recipe.target_epsilon,
-            target_delta=recipe.target_delta,
-            noise_multiplier=recipe.noise_multiplier,
-            sampling=recipe.sampling,
-            rejection_threshold=recipe.rejection_threshold,
-            min_dataset_size=recipe.min_dataset_size,
-            seed=recipe.seed + 1_000_003 * round,
-            insecure_noise_seed=recipe.insecure_noise_seed,
+            mechanism=make_mechanism(settings),
+            batch_size=settings.batch_size,
+            epochs=settings.epochs if settings.steps is None and not open_end else None,
+            steps=None if open_end else settings.steps,
+            target_epsilon=settings.target_epsilon,
+            target_delta=settings.target_delta,
+            noise_multiplier=settings.noise_multiplier,
+            sampling=settings.sampling,  # type: ignore[arg-type]
+            rejection_threshold=settings.rejection_threshold,  # type: ignore[arg-type]
+            min_dataset_size=settings.min_dataset_size,
+            seed=settings.seed + 1_000_003 * round,
+            insecure_noise_seed=settings.insecure_noise_seed,
         )
-        decay = get_ema_multi_avg_fn(recipe.average)  # type: ignore[no-untyped-call]
-        self.average = AveragedModel(model, multi_avg_fn=decay) if recipe.average else None
-
-    @property
-    def final_model(self) -> nn.Module:
-        """What the run is for: the average if there is one, else the model."""
-        return self.model if self.average is None else self.average.module
 
     def learning_rate(self) -> float:
-        if self.recipe.schedule == "constant":
-            return self.recipe.learning_rate
-        engine = self.engine
-        return self.recipe.learning_rate * (1 + math.cos(math.pi * engine.steps_taken / max(engine.planned_steps, 1))) / 2
+        """That of the next step."""
+        if self.settings.schedule == "constant":
+            return self.settings.learning_rate
+        share = self.engine.steps_taken / max(self.engine.planned_steps, 1)
+        return self.settings.learning_rate * (1 + math.cos(math.pi * share)) / 2
 
     def steps(self) -> Iterator[tuple[Any, Any]]:
         """Take the steps that are left, one for each item; what comes out is the batch, which is private."""
@@ -105,21 +66,14 @@ class Training:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
             self.engine.step(inputs, targets)
-            if self.average is not None:
-                self.average.update_parameters(self.model)
             yield inputs, targets
 
 
-Progress = Callable[[int, int, nn.Module], None]
-
-
-def run(recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
-    """Train and evaluate."""
-    train, test = split(recipe.dataset, recipe.holdout, recipe.rescale)
-    if isinstance(recipe.mechanism, OpacusDPSGD):
-        return {"recipe": recipe.describe(), **run_opacus(recipe, train, test)}
+def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
+    """A run without a folder, for experiments: the settings and what came of them, as plain values."""
+    train, test = load_data(settings)
     started = time.perf_counter()
-    training = Training(recipe, train, getattr(dpulr.models, recipe.model)(seed=recipe.seed))
+    training = Training(settings, train, make_model(settings))
     engine, model = training.engine, training.model
     ready = time.perf_counter()
     for _ in training.steps():
@@ -128,7 +82,7 @@ def run(recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
     seconds = time.perf_counter() - ready
     spent = engine.privacy_spent()
     return {
-        "recipe": recipe.describe(),
+        "settings": settings.to_dict(),
         "guarantee": spent.guarantee,
         "epsilon": spent.epsilon,
         "delta": spent.delta,
@@ -136,25 +90,17 @@ def run(recipe: Recipe, progress: Progress | None = None) -> dict[str, Any]:
         "steps": engine.steps_taken,
         "sample_rate": engine.sample_rate,
         "noise_multiplier": engine.noise_multiplier,
-        "test_accuracy": dpulr.evaluate(training.final_model, test),
-        "last_accuracy": dpulr.evaluate(model, test),
+        "test_accuracy": evaluate(model, test),
         "setup_seconds": round(ready - started, 2),
         "seconds": round(seconds, 2),
-        "version": dpulr.__version__,
+        "version": __version__,
         "torch": torch.__version__,
     }
 
 
-Part = TensorDataset | Subset[Any]
-
-
-def split(dataset: str, holdout: int = 0, rescale: tuple[float, float] = (0.0, 1.0)) -> tuple[Part, Part]:
-    """Training and test set, inputs a + b x for x as loaded; with a holdout, both from the training set."""
-    train, test = dpulr.data.load(dataset)
-    if rescale != (0.0, 1.0):
-        offset, factor = rescale
-        train, test = (TensorDataset(offset + factor * part.tensors[0], part.tensors[1]) for part in (train, test))
-    if not holdout:
-        return train, test
-    border = len(train) - holdout
-    return Subset(train, range(border)), Subset(train, range(border, len(train)))
+def release_of(settings: Settings, train: Dataset[Any]) -> Callable[[float], Release]:
+    """What a step of these settings releases, for a given noise: as training makes it, with the model's own layers."""
+    probe = replace(
+        settings, batch_size=1, steps=1, target_epsilon=None, noise_multiplier=1.0, rejection_threshold=0, sampling="poisson"
+    )
+    return Training(probe, train, make_model(settings)).engine.bound.event_at

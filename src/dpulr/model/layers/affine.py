@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpulr.model.layers.base import Call, WeightDeltas, WeightLinearRule, not_cancelled, numel
-from dpulr.norms import row_norm
+from dpulr.norms import row_norm, safe_row_norm
 
 
 class AffineRule(WeightLinearRule):
@@ -95,20 +95,8 @@ def _gradient_is_smaller(positions: int, outputs: int, features: int) -> bool:
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """(records, groups): norm over positions and features, computed in float64 where the squares leave the range of float32.
-
-    They must not vanish: a record would pass as short.
-    """
-    rows = (x if x.is_contiguous() else x.transpose(2, 3)).flatten(2)
-    lengths = row_norm(rows)
-    if lengths.numel():
-        shortest, longest = torch.aminmax(lengths)
-        if not (shortest.item() > _LEAST and longest.item() < _MOST):
-            lengths = row_norm(rows.double()).to(x.dtype)
-    return lengths
-
-
-_LEAST, _MOST = 1e-10, 1e15
+    """(records, groups): norm over positions and features."""
+    return safe_row_norm((x if x.is_contiguous() else x.transpose(2, 3)).flatten(2))
 
 
 class LinearRule(AffineRule):

@@ -40,6 +40,13 @@ class Call:
     def records(self) -> int:
         return self.output.shape[0]
 
+    def rows(self, start: int, stop: int) -> Call:
+        """The same call for some of its records."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        kept = [leaf[start:stop] if marked else leaf for leaf, marked in zip(leaves, self.per_record, strict=True)]
+        args, kwargs = pytree.tree_unflatten(kept, spec)
+        return Call(args, kwargs, self.output[start:stop], self.per_record)
+
     def without(self, bad: Tensor) -> Call:
         """The same call with the tensors of the records marked in `bad` set to zero."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))

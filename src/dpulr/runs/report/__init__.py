@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpulr.runs.errors import UsageError
-from dpulr.runs.files import replace_file
+from dpulr.errors import UsageError
+from dpulr.files import replace_file
 from dpulr.runs.report.gather import gather
 from dpulr.runs.report.page import page
 

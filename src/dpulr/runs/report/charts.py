@@ -1,11 +1,12 @@
-"""Charts as SVG inside the page. Colours are CSS variables, so one picture serves light and dark."""
+"""Charts as SVG inside the page. Colours are CSS variables, so one picture serves light and dark. What is said is escaped here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 20, 40
@@ -52,11 +53,11 @@ def nice_step(raw: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
 
 
-def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, limits: Sequence[tuple[str, float]] = ()) -> str:
+def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, limits: Sequence[tuple[str, float]] = ()) -> Markup:
     """Lines with dots; `limits` are level lines with a name, such as a budget."""
     drawn = [s for s in series if s.points]
     if not drawn:
-        return f'<p class="quiet">{escape(title)}: nothing to show yet.</p>'
+        return Markup(f'<p class="quiet">{escape(title)}: nothing to show yet.</p>')
     x_low, x_high = _range([x.place(px) for s in drawn for px, _ in s.points], x)
     y_low, y_high = _range([*(y.place(py) for s in drawn for _, py in s.points), *(y.place(v) for _, v in limits)], y)
 
@@ -81,14 +82,14 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, limits
             parts.append(
                 f'<circle class="dot {colour}" cx="{px:.1f}" cy="{py:.1f}" r="2.6"><title>{escape(label)}</title></circle>'
             )
-    return "".join([*parts, "</svg>"])
+    return Markup("".join([*parts, "</svg>"]))
 
 
-def bar_chart(title: str, parts: Sequence[tuple[str, float]], write: Callable[[float], str]) -> str:
-    """Horizontal bars, one a part, with their share."""
+def bar_chart(title: str, parts: Sequence[tuple[str, float]], write: Callable[[float], str]) -> Markup:
+    """Horizontal bars, one per part, with its share."""
     total = sum(value for _, value in parts)
     if total <= 0:
-        return f'<p class="quiet">{escape(title)}: nothing to show yet.</p>'
+        return Markup(f'<p class="quiet">{escape(title)}: nothing to show yet.</p>')
     most = max(value for _, value in parts)
     height = 34 * len(parts) + 8
     out = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">']
@@ -97,7 +98,7 @@ def bar_chart(title: str, parts: Sequence[tuple[str, float]], write: Callable[[f
         out.append(f'<text class="bar-name" x="104" y="{top + 18}">{escape(name)}</text>')
         out.append(f'<rect class="bar c{i % COLOURS}" x="112" y="{top + 3}" width="{width:.1f}" height="22" rx="3"/>')
         out.append(f'<text x="{118 + width:.1f}" y="{top + 18}">{escape(write(value))} ({value / total:.0%})</text>')
-    return "".join([*out, "</svg>"])
+    return Markup("".join([*out, "</svg>"]))
 
 
 def _grid(x: Axis, y: Axis, x_range: tuple[float, float], y_range: tuple[float, float]) -> list[str]:

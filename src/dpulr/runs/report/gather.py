@@ -1,4 +1,4 @@
-"""Everything a report shows of a run. What was spent is always priced from the ledger, never taken from a stored number."""
+"""Everything a report shows of a run. What was spent is always computed from the ledger, never taken from a stored number."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from dpulr import accounting
-from dpulr.runs.clock import process_seconds
-from dpulr.runs.errors import RunError
-from dpulr.runs.files import read_json, read_lines
+from dpulr.errors import RunError
+from dpulr.files import read_json, read_lines
+from dpulr.runs.folder import METRICS, RESULT, UNPROTECTED, open_config
 from dpulr.runs.ledger import DiskLedger, ledger_digest
-from dpulr.runs.opening import METRICS, RESULT, UNPROTECTED, open_config
+from dpulr.runs.process import process_seconds
 from dpulr.runs.settings import Settings
 
 Points = list[tuple[float, float]]
-_PRICED_STEPS = 24
+_CURVE_POINTS = 24
 _DELTAS = tuple(10.0**-k for k in range(2, 11))
 
 
@@ -95,7 +95,7 @@ def _finite(value: object) -> bool:
 
 def _epsilon_curve(ledger: DiskLedger) -> Points:
     last = ledger.steps
-    steps = sorted({round(last * k / _PRICED_STEPS) for k in range(_PRICED_STEPS + 1)} | ({1} if last else set()))
+    steps = sorted({round(last * k / _CURVE_POINTS) for k in range(_CURVE_POINTS + 1)} | ({1} if last else set()))
     delta = ledger.start.target_delta
     return [(float(step), accounting.epsilon(ledger.charges_after(step), delta)) for step in steps]
 

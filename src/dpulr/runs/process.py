@@ -1,11 +1,43 @@
-"""Where the time of a process went."""
+"""The process of a run: Ctrl-C and SIGTERM, and where the time went."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
-from dpulr.runs.files import read_lines
+from dpulr.errors import Interrupted
+from dpulr.files import read_lines
+
+
+class Stop:
+    """While entered, both signals set `requested`, or raise where `at_once` is set. A second signal always raises.
+
+    They end a process at once while nothing is at stake, and after the current step while it trains.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.at_once = True
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.at_once or self.requested:
+            raise Interrupted("interrupted.")
+        self.requested = True
 
 
 class Clock:
@@ -29,13 +61,13 @@ class Clock:
         return time.perf_counter() - self._begin
 
     def seconds(self, *, ledger: float) -> dict[str, float]:
-        """Seconds a part. Writing the ledger happens inside the steps and is taken out of them."""
+        """Seconds per part. Writing the ledger happens inside the steps and is taken out of them."""
         parts = {**self._parts, "steps": max(0.0, self._parts.get("steps", 0.0) - ledger), "ledger": ledger}
         return {name: round(value, 3) for name, value in parts.items()}
 
 
 def process_seconds(metrics: Path) -> dict[int, dict[str, float]]:
-    """For each process of a run, the seconds that it had spent on each part when it last wrote a line."""
+    """For each process of a run, the seconds that it had spent on each part when it last wrote a line of metrics."""
     last: dict[int, dict[str, float]] = {}
     for line in read_lines(metrics):
         process, seconds = line.get("process"), line.get("seconds")

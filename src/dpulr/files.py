@@ -1,16 +1,14 @@
-"""Files that survive a crash: written beside, synced, renamed; and the lock that keeps a second process out."""
+"""Files that survive a crash: written beside, synced, renamed. No torch here."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpulr.runs.errors import PrivacyRefusal, RunError
+from dpulr.errors import RunError
 
 
 def write_all(handle: int, data: bytes) -> None:
@@ -82,24 +80,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             if isinstance(value, dict):
                 found.append(value)
     return found
-
-
-@contextlib.contextmanager
-def locked(folder: Path, owner: str = "") -> Iterator[str]:
-    """Hold the run. The operating system lets go of the lock when the process ends, however it ends.
-
-    The file names the run that it was made for (`owner`, given once); that name comes out.
-    """
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as held:
-            raise PrivacyRefusal(
-                f"another process works on {folder}. Two at once would each spend the budget that the other counts on."
-            ) from held
-        if owner:
-            write_all(handle, owner.encode())
-        yield os.pread(handle, 100, 0).decode("ascii", "replace")
-    finally:
-        os.close(handle)

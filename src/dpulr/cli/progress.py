@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view in a terminal, plain lines elsewhere, JSON lines on request."""
+"""What is shown while a command works: a live view in a terminal, plain lines elsewhere, JSON lines on request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from dpulr.runs.numbers import up
+from dpulr.accounting.rounding import up
 
 
 def make_view(*, as_json: bool) -> PlainView:
@@ -27,6 +27,11 @@ def make_view(*, as_json: bool) -> PlainView:
 class PlainView:
     """Plain lines."""
 
+    about: Mapping[str, Any]
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
     def __enter__(self) -> PlainView:
         return self
 
@@ -35,6 +40,12 @@ class PlainView:
 
     def note(self, text: str) -> None:
         self.line(f"{text} ...")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """So much of something is done; a total of 0 is unknown. A line when it begins."""
+        if what not in self._seen:
+            self._seen.add(what)
+            self.line(what)
 
     def begin(self, about: Mapping[str, Any]) -> None:
         self.about = about
@@ -54,7 +65,11 @@ class PlainView:
         self.line(unprotected_line(values))
 
     def result(self, result: Mapping[str, Any]) -> None:
-        for text in summary(result):
+        self.end(result, *summary(result))
+
+    def end(self, values: Mapping[str, Any], *lines: str) -> None:
+        """What came of it: `values` for machines, `lines` for people."""
+        for text in lines:
             self.line(text)
 
     def line(self, text: str) -> None:
@@ -62,10 +77,15 @@ class PlainView:
 
 
 class JsonView(PlainView):
-    """One object a line; `event` says what it is."""
+    """One object per line; `event` says what it is."""
 
     def note(self, text: str) -> None:
         self.event("note", {"text": text})
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        if what not in self._seen:
+            self._seen.add(what)
+            self.event("progress", {"what": what, "done": done, "total": total})
 
     def begin(self, about: Mapping[str, Any]) -> None:
         self.event("begin", about)
@@ -76,8 +96,8 @@ class JsonView(PlainView):
     def unprotected(self, values: Mapping[str, Any]) -> None:
         self.event("unprotected", values)
 
-    def result(self, result: Mapping[str, Any]) -> None:
-        self.event("result", result)
+    def end(self, values: Mapping[str, Any], *lines: str) -> None:
+        self.event("result", values)
 
     def event(self, name: str, values: Mapping[str, Any]) -> None:
         self.line(json.dumps({"event": name, **values}))
@@ -87,6 +107,7 @@ class LiveView(PlainView):
     """A progress bar with the time left, and the last held-out figures with their course."""
 
     def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
         self.console = console or Console()
         self.bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -97,7 +118,8 @@ class LiveView(PlainView):
             TimeRemainingColumn(),
             expand=True,
         )
-        self.about: Mapping[str, Any] = {}
+        self.about = {}
+        self.tasks: dict[str, TaskID] = {}
         self.history: list[Mapping[str, Any]] = []
         self.marked = Text()
         self.live = Live(console=self.console, refresh_per_second=8, transient=False)
@@ -113,13 +135,21 @@ class LiveView(PlainView):
     def note(self, text: str) -> None:
         self.live.update(Text(f"{text} ...", style="dim"))
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """A bar for each thing that goes on; checks share one."""
+        kind = what.split()[0]
+        if kind not in self.tasks:
+            self.tasks[kind] = self.bar.add_task(what, total=None)
+        self.bar.update(self.tasks[kind], description=what, completed=done, total=total or None)
+        self.live.update(self.bar)
+
     def begin(self, about: Mapping[str, Any]) -> None:
         self.about = about
-        self.task = self.bar.add_task("training", total=about["planned_steps"], completed=about["steps_taken"])
+        self.tasks["training"] = self.bar.add_task("training", total=about["planned_steps"], completed=about["steps_taken"])
         self.refresh(force=True)
 
     def step(self, step: int) -> None:
-        self.bar.update(self.task, completed=step)
+        self.bar.update(self.tasks["training"], completed=step)
         self.refresh()
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -129,12 +159,12 @@ class LiveView(PlainView):
     def unprotected(self, values: Mapping[str, Any]) -> None:
         self.marked = Text(unprotected_line(values), style="bold red")
 
-    def result(self, result: Mapping[str, Any]) -> None:
+    def end(self, values: Mapping[str, Any], *lines: str) -> None:
         if self.about:
             self.refresh(force=True)
         self.live.stop()
-        for text in summary(result):
-            self.console.print(text, highlight=False)
+        for text in lines:
+            self.console.print(text, highlight=False, soft_wrap=True)
 
     def refresh(self, *, force: bool = False) -> None:
         if force or time.monotonic() - self._last > 0.1:
@@ -187,6 +217,8 @@ def unprotected_line(values: Mapping[str, Any]) -> str:
 
 def summary(result: Mapping[str, Any]) -> list[str]:
     epsilon = "none" if result["epsilon"] is None else up(result["epsilon"])
+    if result["guarantee"] == "nominal":
+        epsilon = f"none (nominal {up(result['nominal_epsilon'])})"
     return [
         str(result["statement"]),
         f"accuracy {result['test_accuracy']:.2%}   epsilon {epsilon}   delta {result['delta']:g}   "

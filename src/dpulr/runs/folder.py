@@ -1,0 +1,54 @@
+"""A run's folder: the names of its files, its settings, its lock. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from dpulr.errors import PrivacyRefusal, UsageError
+from dpulr.files import write_all
+from dpulr.runs.settings import Settings, read_config
+
+CONFIG, METRICS, RESULT, UNPROTECTED = "config.json", "metrics.jsonl", "result.json", "unprotected.jsonl"
+LOCK = ".lock"
+
+
+def open_config(folder: Path) -> tuple[Settings, bytes]:
+    """The settings of a run, and the bytes that its ledger knows them by."""
+    if not folder.is_dir():
+        raise UsageError(f"there is no run {folder}.")
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UsageError(f"{folder} is not a run: it has no {CONFIG}.")
+    return Settings.build(read_config(path)), path.read_bytes()
+
+
+@contextlib.contextmanager
+def locked(folder: Path, owner: str = "") -> Iterator[str]:
+    """Hold the run. The operating system lets go of the lock when the process ends, however it ends.
+
+    The file names the run that it was made for (`owner`, given once); that name comes out. A file system that can't lock is
+    refused: a mere file in place of a lock would outlive a killed process.
+    """
+    lock = FileLock(folder / LOCK, timeout=0, mode=0o644, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout as held:
+        raise PrivacyRefusal(
+            f"another process works on {folder}. Two at once would each spend the budget that the other counts on."
+        ) from held
+    try:
+        path = folder / LOCK
+        if owner:
+            handle = os.open(path, os.O_WRONLY)
+            try:
+                write_all(handle, owner.encode())
+            finally:
+                os.close(handle)
+        yield path.read_bytes()[:100].decode("ascii", "replace")
+    finally:
+        lock.release()

@@ -1,0 +1,147 @@
+"""What settings name, as objects: data, model and mechanism, the package's or a user's; and the model that a run has trained."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+from dpulr import data, mechanisms, models
+from dpulr.errors import RunError, UsageError
+from dpulr.mechanisms import Mechanism
+from dpulr.runs import checkpoint
+from dpulr.runs.folder import open_config
+from dpulr.runs.settings import Settings
+from dpulr.scores import Scores, score
+
+_MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": models.mlp, "resnet5": models.resnet5}
+_MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
+
+
+def load_data(settings: Settings) -> tuple[Any, Any]:
+    """Training and test set; with a holdout, both from the training set."""
+    if ":" not in settings.dataset:
+        train, test = data.load(settings.dataset)
+    else:
+        pair = _call(settings.dataset, {})
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise UsageError(f"{settings.dataset} must return two data sets, (train, test), not {type(pair).__name__}.")
+        train, test = pair
+    if not settings.holdout:
+        return train, test
+    border = len(train) - settings.holdout
+    if border < 1:
+        raise UsageError(f"holdout is {settings.holdout}, but there are only {len(train)} training records.")
+    return Subset(train, range(border)), Subset(train, range(border, len(train)))
+
+
+def make_model(settings: Settings) -> nn.Module:
+    """The model with its initial weights. A user's function gets `seed` if it has such a parameter."""
+    name = settings.model
+    if name == "auto":
+        name = _MODEL_OF.get(settings.dataset, "")
+        if not name:
+            raise UsageError(f"which model fits {settings.dataset} can't be told: give --model.")
+    if ":" not in name:
+        if name not in _MODELS:
+            raise UsageError(f"model is {name!r}; it must be one of {', '.join(_MODELS)}, or package.module:function.")
+        return _MODELS[name](seed=settings.seed)
+    model = _call(name, {"seed": settings.seed})
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} must return a torch.nn.Module, not {type(model).__name__}.")
+    return model
+
+
+def make_mechanism(settings: Settings) -> Mechanism:
+    """The mechanism with the run's settings of it."""
+    known = _registry()
+    kind = known.get(settings.mechanism)
+    if kind is None:
+        raise UsageError(f"mechanism is {settings.mechanism!r}; it must be one of {', '.join(known)}.")
+    options = dict(settings.mechanism_options)
+    defaults = {item.name: item.default for item in fields(kind)}  # type: ignore[arg-type]
+    if "repeats" in defaults and settings.repeats is not None:
+        options.setdefault("repeats", settings.repeats)
+    for name, value in options.items():
+        if name not in defaults:
+            raise UsageError(f"{settings.mechanism} has no setting {name!r}; it has {', '.join(defaults)}.")
+        if value is None and isinstance(defaults[name], str):
+            options[name] = "none"  # the word, where a setting takes words
+    try:
+        return kind(**options)
+    except (TypeError, ValueError) as problem:  # nothing but the given values has been looked at yet
+        raise UsageError(str(problem)) from problem
+
+
+def _registry() -> Mapping[str, type[Mechanism]]:
+    found: Mapping[str, type[Mechanism]] = getattr(mechanisms, "registry", lambda: mechanisms._KINDS)()
+    return found
+
+
+def _call(path: str, offered: Mapping[str, Any]) -> Any:
+    """Call package.module:function with those of the offered arguments that it takes. The working folder is searched first."""
+    module_name, _, function_name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as problem:
+        raise UsageError(f"{module_name!r} can't be imported: {_named(problem)}") from problem
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
+    try:
+        taken = inspect.signature(function).parameters
+        return function(**{name: value for name, value in offered.items() if name in taken})
+    except Exception as problem:
+        raise UsageError(f"{path} failed: {_named(problem)}") from problem
+
+
+def _named(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".rstrip(": ")
+
+
+# --- a run's model ------------------------------------------------------------------------------------------------------
+class TrainedModel:
+    """Call it with inputs as a numpy array, scaled as the data set is; it returns one row of scores per record."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model, self.settings = model.eval(), settings
+
+    def __call__(self, inputs: Any) -> np.ndarray:
+        with torch.inference_mode():
+            return np.asarray(self.model(torch.as_tensor(np.asarray(inputs))))
+
+    def classes(self, inputs: Any) -> np.ndarray:
+        """The class with the highest score, for each record."""
+        return np.asarray(self(inputs).argmax(1))
+
+    def score(self, dataset: str | None = None) -> Scores:
+        """How good it is on the test part of its own data set, or of another one."""
+        settings = self.settings if dataset is None else replace(self.settings, dataset=dataset, holdout=0)
+        _, test = load_data(settings)
+        try:
+            return score(self.model, test)
+        except (RuntimeError, ValueError) as problem:
+            raise UsageError(f"the model does not fit the data set {settings.dataset}: {problem}") from problem
+
+
+def load(run: Path | str) -> TrainedModel:
+    """The model of a run: the finished one, or that of the last checkpoint."""
+    folder = Path(run)
+    settings, _ = open_config(folder)
+    if not any((folder / name).exists() for name in (checkpoint.MODEL, checkpoint.CHECKPOINT)):
+        raise RunError(f"{folder} has no model yet.")
+    model = make_model(settings)
+    checkpoint.load_model(folder, model)
+    return TrainedModel(model, settings)

@@ -1,0 +1,101 @@
+"""How good a model, or anything that returns scores, is on data that is not private."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from dpulr.errors import InvalidArgument
+from dpulr.model.batches import call_model
+from dpulr.sampling import Records
+
+Scorer = nn.Module | Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """confusion[i][j]: how many records of class i were given class j."""
+
+    accuracy: float
+    loss: float
+    confusion: tuple[tuple[int, ...], ...]
+
+    def classes(self) -> list[dict[str, float | int | None]]:
+        """Per class: number of records, recall, precision (None where nothing can be said)."""
+        table = np.array(self.confusion)
+        rows: list[dict[str, float | int | None]] = []
+        for i, (of_class, given) in enumerate(zip(table.sum(1), table.sum(0), strict=True)):
+            hits = int(table[i, i])
+            recall = hits / int(of_class) if of_class else None
+            precision = hits / int(given) if given else None
+            rows.append({"class": i, "records": int(of_class), "recall": recall, "precision": precision})
+        return rows
+
+
+def evaluate(model: nn.Module, dataset: Dataset[Any], *, batch_size: int = 2_000) -> float:
+    """Accuracy, 0 to 1: how often the largest output is the target. The model's mode is put back afterwards."""
+    return score(model, dataset, batch_size=batch_size).accuracy
+
+
+def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> Scores:
+    """Accuracy, mean cross-entropy and confusion. A callable that is no module gets and returns numpy arrays."""
+    records = Records(dataset, _device(model))
+    loss, table = 0.0, np.zeros((0, 0), dtype=np.int64)
+    with _evaluating(model), torch.inference_mode():
+        for start in range(0, records.size, batch_size):
+            inputs, targets = records.take(np.arange(start, min(start + batch_size, records.size)))
+            outputs = _outputs(model, inputs)
+            _check(outputs, targets)
+            table = _grown(table, outputs.shape[1])
+            np.add.at(table, (targets.cpu().numpy(), outputs.argmax(1).cpu().numpy()), 1)
+            loss += float(nn.functional.cross_entropy(outputs.double(), targets.long(), reduction="sum"))
+    confusion = tuple(tuple(int(n) for n in row) for row in table)
+    return Scores(int(table.trace()) / records.size, loss / records.size, confusion)
+
+
+def _check(outputs: Tensor, targets: Tensor) -> None:
+    """The largest of one output is always the first: an accuracy that says nothing."""
+    if outputs.dim() != 2 or outputs.shape[1] < 2 or targets.shape != outputs.shape[:1] or targets.is_floating_point():
+        raise InvalidArgument(
+            "evaluate() and score() compare one output per class, of shape (records, classes), with one label per record; "
+            f"got outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}, {targets.dtype}."
+        )
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= outputs.shape[1]:
+        raise InvalidArgument(f"the data set has labels from {low} to {high}, but the model has {outputs.shape[1]} outputs.")
+
+
+def _grown(table: np.ndarray, classes: int) -> np.ndarray:
+    return np.pad(table, (0, max(0, classes - len(table))))
+
+
+@contextmanager
+def _evaluating(model: Scorer) -> Iterator[None]:
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _outputs(model: Scorer, inputs: Any) -> Tensor:
+    if isinstance(model, nn.Module):
+        return torch.as_tensor(call_model(model, inputs))
+    return torch.as_tensor(np.asarray(model(inputs.numpy())))
+
+
+def _device(model: object) -> torch.device:
+    if isinstance(model, nn.Module):
+        return next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu")
