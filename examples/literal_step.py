@@ -2,7 +2,8 @@
 
 What one learns: all that a step does. The library gives the same numbers (tests/examples compares them), only faster: it replays
 what lies behind a layer, and takes records, layers and repeats together. It also does what is left out here: it checks the model,
-charges the ledger, and draws from a safe generator. torch's own, used below, is not safe (docs/pitfalls.md).
+charges the ledger, draws from a safe generator, and rounds the noised sum to a grid. torch's own generator, used below, is not safe
+(docs/pitfalls.md).
 """
 
 from __future__ import annotations

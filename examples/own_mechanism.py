@@ -58,15 +58,13 @@ class FittedVotes(FittedMechanism[list[Tensor]]):
 
     def sum_of_bounded_signals(self, batch: tuple[Any, Any], public: list[Tensor], directions: Any) -> Tensor:
         """One sum of votes per layer and direction. A record whose pass fails, or whose loss is not a number, does not vote."""
-        clean = self.forward.clean(*batch) if len(batch[1]) else None
-        if clean is None:
-            return torch.zeros(self.size)
-        total = []
-        for index, (site, z) in enumerate(zip(self.forward.sites, public, strict=True)):
-            delta = self.settings.radius * site.scale * z.unsqueeze(1).expand(-1, clean.records, -1)
-            losses = self.forward.losses(clean, index, site.moved(clean.calls[index], delta))
-            total.append((losses - clean.losses).nan_to_num(0, 0, 0).sign().sum(1))
-        return torch.cat(total)
+        votes = torch.zeros(len(public), self.settings.repeats)
+        for clean in self.forward.clean(*batch) if len(batch[1]) else ():  # one clean pass; one per record, where that fails
+            for index, (site, z) in enumerate(zip(self.forward.sites, public, strict=True)):
+                delta = self.settings.radius * site.scale * z.unsqueeze(1).expand(-1, clean.records, -1)
+                losses = self.forward.losses(clean, index, site.moved(clean.calls[index], delta))
+                votes[index] += (losses - clean.losses).nan_to_num(0, 0, 0).sign().sum(1)
+        return votes.flatten()
 
     def gradients(self, values: Tensor, public: list[Tensor], into: list[dict[str, Tensor]]) -> None:
         """From noised votes to gradients: each direction, times the mean of its votes."""

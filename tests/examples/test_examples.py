@@ -74,7 +74,7 @@ def test_quickstart_stays_within_its_budget(example: ModuleType, capsys: pytest.
 # --- the literal step -----------------------------------------------------------------------------------------------------
 @use("literal_step")
 def test_the_library_takes_the_literal_step(example: ModuleType) -> None:
-    """The same records, directions and noise give the same release, and the same gradients, to the precision of float32."""
+    """The same records, directions and noise give the same release, and the same gradients, up to the grid of the release."""
     torch.manual_seed(1)
     dataset = TensorDataset(torch.randn(60, 5), torch.randint(0, 3, (60,)))
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -91,18 +91,18 @@ def test_the_library_takes_the_literal_step(example: ModuleType) -> None:
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         engine.step(x, y)
         found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        after = model.state_dict()
+        after = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         model.load_state_dict(before)
         z = directions(source.normals[step], {"0": 7, "2": 3}, example.REPEATS, len(x))
         noise = per_parameter(source.noises[step], before)
         with torch.no_grad():
             wanted = example.literal_step(model, (x, y), z, noise, noise_std=0.7, size=20)
         for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
         literal = {name: g * 20 * example.mean_overlap(before[name].shape[0]) for name, g in wanted.items()}
         for name, values in per_parameter(released[step].values.numpy(), before).items():
-            torch.testing.assert_close(values, literal[name], rtol=1e-4, atol=1e-4)
-        model.load_state_dict({name: before[name] - 0.1 * found[name] for name in after})
+            torch.testing.assert_close(values, literal[name], rtol=1e-5, atol=0.7 / 2**10)
+        model.load_state_dict(after)
     assert len(released) == 2
 
 
