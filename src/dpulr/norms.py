@@ -20,11 +20,12 @@ def row_norm(rows: Tensor) -> Tensor:
     if width <= _PIECE or rows.dtype == torch.float64:
         norm: Tensor = torch.linalg.vector_norm(rows, dim=-1)
         return norm
-    pieces = torch.linalg.vector_norm(rows[..., :whole].unflatten(-1, (-1, _PIECE)), dim=-1).double()
+    pieces = torch.linalg.vector_norm(rows[..., :whole].reshape(*rows.shape[:-1], whole // _PIECE, _PIECE), dim=-1).double()
     if whole < width:
         rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True).double()
         pieces = torch.cat([pieces, rest], dim=-1)
-    return torch.linalg.vector_norm(pieces, dim=-1).to(rows.dtype)
+    combined: Tensor = torch.linalg.vector_norm(pieces, dim=-1).to(rows.dtype)
+    return combined
 
 
 def safe_row_norm(rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from dpulr.errors import InvalidArgument
 from dpulr.model.batches import call_model
-from dpulr.sampling import Records
+from dpulr.records import Records
 
 Scorer = nn.Module | Callable[[Any], Any]
 

@@ -103,13 +103,14 @@ def _epochs(steps: int, batch_size: int | None, dataset_size: int | None) -> flo
 # --- what a step releases -----------------------------------------------------------------------------------------------
 def _of_model(settings: Settings) -> tuple[MakeRelease, int]:
     """As train has it: the model's layers and their weights; and the size of the data set."""
-    from dpulr.runs.loading import load_data, make_mechanism
+    from dpulr.runs.loading import load_data
     from dpulr.runs.training import release_of
 
-    if make_mechanism(settings).guarantee != "certified":
-        raise UsageError(f"{settings.mechanism} has no certified epsilon to plan with (docs/accounting.md has its nominal one).")
     train, _ = load_data(settings)
-    return release_of(settings, train), len(train)
+    make = release_of(settings, train)
+    if not make(1.0).certified:
+        raise UsageError(f"{settings.mechanism} has no certified epsilon to plan with (docs/accounting.md has its nominal one).")
+    return make, len(train)
 
 
 def _of_dims(settings: Settings, dims: str) -> tuple[MakeRelease, None]:

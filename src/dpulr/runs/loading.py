@@ -64,7 +64,7 @@ def make_model(settings: Settings) -> nn.Module:
 
 def make_mechanism(settings: Settings) -> Mechanism:
     """The mechanism with the run's settings of it."""
-    known = _registry()
+    known = mechanisms.registry()
     kind = known.get(settings.mechanism)
     if kind is None:
         raise UsageError(f"mechanism is {settings.mechanism!r}; it must be one of {', '.join(known)}.")
@@ -81,11 +81,6 @@ def make_mechanism(settings: Settings) -> Mechanism:
         return kind(**options)
     except (TypeError, ValueError) as problem:  # nothing but the given values has been looked at yet
         raise UsageError(str(problem)) from problem
-
-
-def _registry() -> Mapping[str, type[Mechanism]]:
-    found: Mapping[str, type[Mechanism]] = getattr(mechanisms, "registry", lambda: mechanisms._KINDS)()
-    return found
 
 
 def _call(path: str, offered: Mapping[str, Any]) -> Any:

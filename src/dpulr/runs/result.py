@@ -73,9 +73,8 @@ def result(
 
 def forward_passes(engine: PrivacyEngine) -> int | None:
     """Passes of a batch, from public settings. Passes of records would tell the realised sizes of the batches."""
-    count = getattr(engine.mechanism, "passes", None)
-    per_step = None if count is None else count(engine.forward.sites)
-    return None if per_step is None else engine.steps_taken * int(per_step)
+    per_step = engine.mechanism.passes(engine.forward.sites)
+    return None if per_step is None else engine.steps_taken * per_step
 
 
 def stored(path: Path, *, steps: int) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import cross_entropy
 
+from dpulr import accounting
+from dpulr.accounting.events import Charge
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
 from dpulr.files import append_line, replace_file, replace_json, sync_folder
@@ -126,7 +128,8 @@ def _resumed(settings: Settings, ledger: DiskLedger, target_epsilon: float | Non
 
 
 def _why_none(engine: PrivacyEngine) -> str:
-    return str(getattr(engine.step_event, "reason", "nothing is proved about its epsilon"))
+    spent = accounting.privacy_spent([Charge(engine.plan.event, engine.planned_steps)], engine.target_delta)
+    return "; ".join(spent.reasons)
 
 
 def _create(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitStack) -> DiskLedger:
@@ -136,7 +139,7 @@ def _create(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitS
         run=secrets.token_hex(8),
         config=ledger_digest(config),
         noise_multiplier=engine.noise_multiplier,
-        rejection_threshold=getattr(engine.sampler, "rejection_threshold", 0),
+        rejection_threshold=engine.plan.rejection_threshold,
         target_epsilon=settings.target_epsilon,
         target_delta=settings.target_delta,
         planned_steps=engine.planned_steps,

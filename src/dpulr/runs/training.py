@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,4 +104,5 @@ def release_of(settings: Settings, train: Dataset[Any]) -> Callable[[float], Rel
     probe = replace(
         settings, batch_size=1, steps=1, target_epsilon=None, noise_multiplier=1.0, rejection_threshold=0, sampling="poisson"
     )
-    return Training(probe, train, make_model(settings)).engine.bound.event_at
+    engine = Training(probe, train, make_model(settings)).engine
+    return partial(engine.mechanism.release, engine.forward.sites)

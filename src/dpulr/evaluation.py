@@ -1,5 +1,0 @@
-"""`dpulr.evaluate` lives in dpulr.scores."""
-
-from dpulr.scores import evaluate
-
-__all__ = ["evaluate"]
