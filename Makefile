@@ -28,7 +28,7 @@ setup-dev: .venv/ready-dev
 
 .venv/ready-dev: .venv/ready
 	@echo "--- adding the test extras"
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,baselines,blackbox]" hatchling
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,baselines]" hatchling
 	@touch $@
 
 train: setup

@@ -48,7 +48,6 @@ def test_where_the_theorem_applies_epsilon_is_nominal(threshold: int) -> None:
         ({"rejection_threshold": 12, "insecure_noise_seed": 1}, "the noise comes from a seed"),
         ({"rejection_threshold": 12, "randomness": Kept()}, "a source of one's own"),
     ],
-    ids=str,
 )
 def test_where_it_does_not_there_is_nothing_but_reasons(settings: dict[str, Any], reason: str) -> None:
     private, spent = ran(**settings)
