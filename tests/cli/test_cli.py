@@ -286,3 +286,14 @@ def test_fetching_is_shown_in_the_same_three_ways(capsys: pytest.CaptureFixture[
     console = Console(width=80, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     work(LiveView(console))
     assert "2/2" in console.export_text()
+
+
+def test_a_users_module_is_imported_before_its_ledger_is_read(finished: Path, tmp_path: Path) -> None:
+    """It may register a mechanism, and the kind of release that the ledger holds."""
+    config = json.loads((finished / "config.json").read_text())
+    (finished / "config.json").write_text(json.dumps({**config, "model": "my_mechanism:model"}))
+    (tmp_path / "my_mechanism.py").write_text("print('registered')\n")
+    command = [sys.executable, "-m", "dpulr", "report", str(finished)]
+    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
+    assert "registered" in ended.stdout
+    assert (ended.returncode, "config.json is not the one" in ended.stderr) == (3, True)
