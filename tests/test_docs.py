@@ -1,0 +1,227 @@
+"""The documentation says what is there: the tree, the directions of imports, links, and programs that run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import dpulr
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "dpulr"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+OWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/pitfalls.md", "docs/decisions.md")]
+
+
+# --- the tree -------------------------------------------------------------------------------------------------------------
+def printed_tree() -> list[Path]:
+    """The paths of docs/architecture.md, from its indented list."""
+    block = re.search(r"```text\n(src/dpulr/.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
+    assert block is not None
+    folders: list[str] = []
+    paths = []
+    for line in block.group(1).splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = [*folders[:depth], name]
+        paths.append(Path("".join(folders)))
+    return paths
+
+
+def test_the_tree_is_the_tree_on_disk() -> None:
+    printed = printed_tree()
+    assert len(printed) == len(set(printed))
+    assert [str(path) for path in printed if not (ROOT / path).exists()] == []
+    on_disk = {path.relative_to(ROOT) for path in SOURCE.rglob("*.py")}
+    assert sorted(str(path) for path in on_disk - set(printed)) == []
+
+
+def test_the_answer_comes_first() -> None:
+    """A new reader finds where noise is added in the first ten lines, and finds it there in the code."""
+    first = "\n".join((ROOT / "docs" / "architecture.md").read_text().splitlines()[:10])
+    assert "`FittedMechanism.privatise`" in first
+    assert "mechanisms/base.py" in first
+    assert "self.fitted.privatise(" in (SOURCE / "engine.py").read_text()
+    assert re.search(r"class FittedMechanism.*?def privatise\(", (SOURCE / "mechanisms" / "base.py").read_text(), re.DOTALL)
+
+
+def test_the_stages_of_a_step_stand_in_the_order_of_the_code() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    step = next(
+        node
+        for node in ast.walk(ast.parse((SOURCE / "engine.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "step"
+    )
+    names = ["_taken", "ledger.append", "draw_public", "sum_of_bounded_signals", "privatise", "gradients", "optimizer.step"]
+    for text in (ast.unparse(step), page[page.index("## A step") : page.index("## The way")]):
+        places = [text.index(name) for name in names]
+        assert places == sorted(places)
+
+
+# --- imports --------------------------------------------------------------------------------------------------------------
+def imports() -> dict[str, set[str]]:
+    """For every module of src all that it imports, inside functions too."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        module = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+        names = found[module] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module} imports by dots"
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def within(module: str, *rooms: str) -> bool:
+    return any(module == room or module.startswith(f"{room}.") for room in rooms)
+
+
+NO_TORCH = tuple(
+    f"dpulr.{name}" for name in ("accounting", "plan", "sampling", "validate", "search", "errors", "files", "paper.nominal")
+)
+BELOW = ["dpulr.cli", "dpulr.runs", "dpulr.engine", "dpulr.mechanisms", "dpulr.model"]
+FORBIDDEN = [
+    *((room, tuple(BELOW[: BELOW.index(room)])) for room in BELOW[1:]),
+    ("dpulr.audit", ("dpulr.cli", "dpulr.runs")),
+    ("dpulr.runs", ("dpulr.audit",)),
+    ("dpulr.engine", ("dpulr.audit",)),
+    ("dpulr.mechanisms", ("dpulr.audit", "dpulr.paper")),
+    ("dpulr.model", ("dpulr.audit", "dpulr.paper", "dpulr.accounting", "dpulr.plan")),
+    ("dpulr.accounting", (*BELOW, "dpulr.audit", "dpulr.plan")),
+    ("dpulr.paper", ("dpulr.cli", "dpulr.runs", "dpulr.audit", "dpulr.engine")),
+    ("dpulr", ("reproduction", "benchmarks", "examples", "tests")),
+]
+
+
+@pytest.mark.parametrize(("room", "others"), FORBIDDEN, ids=lambda value: value if isinstance(value, str) else "+".join(value))
+def test_imports_point_one_way(room: str, others: tuple[str, ...]) -> None:
+    wrong = [(m, name) for m, names in imports().items() if within(m, room) for name in names if within(name, *others)]
+    assert wrong == []
+
+
+def test_what_prices_and_plans_imports_no_torch() -> None:
+    """Neither itself nor through what it imports."""
+    wrong = [(m, name) for m, names in imports().items() if within(m, *NO_TORCH) for name in names if within(name, "torch")]
+    assert wrong == []
+    modules = sorted(module for module in imports() if within(module, *NO_TORCH))
+    program = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_paper_is_mentioned_by_the_lists_of_names_alone() -> None:
+    users = {m for m, names in imports().items() if not within(m, "dpulr.paper") and any(within(n, "dpulr.paper") for n in names)}
+    assert users <= {"dpulr", "dpulr.accounting.public"}
+
+
+# --- words and links ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize("page", [*OWN, ROOT / "docs" / "theory.md"], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """`mechanisms/base.py`, `src/dpulr/...`, `tests/...` in backquotes."""
+    named = re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|md|json|toml))`", page.read_text())
+    assert [name for name in named if not any((base / name).exists() for base in (ROOT, SOURCE, ROOT / "docs"))] == []
+
+
+def test_the_glossary_has_the_words_of_the_code() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    words = re.findall(r"^\| ([a-z ]+) \|", page[page.index("## Glossary") :], re.MULTILINE)[1:]
+    assert len(words) == len(set(words)) >= 20
+    code = "\n".join(path.read_text() for path in SOURCE.rglob("*.py")).lower()
+    assert [word for word in words if word not in code and word.replace(" ", "_") not in code] == []
+
+
+# --- programs -------------------------------------------------------------------------------------------------------------
+def programs() -> Iterator[tuple[str, str]]:
+    for page in OWN:
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+            yield f"{page.stem}-{number}", block
+
+
+PROGRAMS = dict(programs())
+
+
+def run(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    module = ModuleType("printed_program")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(program, module.__name__, "exec"), vars(module))
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed; but three steps where it trains for epochs."""
+    run(re.sub(r"epochs=\d+", "steps=3", PROGRAMS[name]), capsys, monkeypatch)
+
+
+def test_the_readme_prints_the_whole_statement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the README shows is what the program prints, but for the numbers of a longer run."""
+    statement, accuracy = run(PROGRAMS["README-0"].replace("epochs=5", "steps=3"), capsys, monkeypatch)
+    shown = re.search(r"```text\n(\(epsilon.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+    *sentence, number = shown.group(1).split()
+    assert _without_numbers(" ".join(sentence)) == _without_numbers(statement)
+    assert re.fullmatch(r"0\.\d+", number)
+    assert 0 <= float(accuracy) <= 1
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"epsilon = [\d.]+|after \d+ steps", "#", text)
+
+
+@pytest.mark.slow
+def test_the_readme_program_in_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh noise each time: the accuracy of single runs was 0.88 to 0.89."""
+    statement, accuracy = run(PROGRAMS["README-0"], capsys, monkeypatch)
+    assert "epsilon = 0.99" in statement
+    assert float(accuracy) > 0.85
+
+
+# --- what pages say about the library -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("kappa", "same"), [(None, True), (0.1, False)])
+def test_class_weights_change_nothing_where_signs_are_kept(kappa: float | None, same: bool) -> None:
+    """docs/pitfalls.md, "What the loss means": with the same randomness the weights are the same, bit for bit."""
+    found = [
+        _trained(torch.nn.CrossEntropyLoss(weight=weight, reduction="none"), kappa) for weight in (None, torch.tensor([1.0, 64.0]))
+    ]
+    assert torch.equal(*found) is same
+
+
+def _trained(loss: torch.nn.Module, kappa: float | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(200, 4), torch.randint(0, 2, (200,)))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = dpulr.PrivacyEngine(
+        model,
+        optimizer,
+        dataset,
+        loss,
+        mechanism=dpulr.HiddenDirection(kappa=kappa),
+        batch_size=50,
+        steps=5,
+        noise_multiplier=1.0,
+        insecure_noise_seed=1,
+    )
+    for x, y in engine.batches():
+        engine.step(x, y)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
