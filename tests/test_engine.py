@@ -258,6 +258,29 @@ def test_noise_has_the_stated_deviation_and_is_fresh_in_each_step() -> None:
     assert abs(flat.square().mean() - 1) < 5 * math.sqrt(2 / len(flat))
 
 
+def test_a_model_s_own_randomness_is_secret_in_a_step() -> None:
+    """Dropout masks that follow from a public seed would tell how a record was perturbed."""
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.rand(()).item())
+            return x
+
+    seen: list[float] = []
+    found = []
+    for _ in range(2):
+        private = engine(nn.Sequential(Draws(), nn.Linear(4, 2)), mechanism="zeroth-order", steps=1)
+        batch = next(private.batches())
+        torch.manual_seed(0)
+        seen.clear()
+        private.step(*batch)
+        found.append(set(seen))
+        after = torch.rand(())
+        torch.manual_seed(0)
+        assert after == torch.rand(())  # what the user draws goes on as if there had been no step
+    assert not found[0] & found[1]
+
+
 # --- what the guarantee rests on ------------------------------------------------------------------------------------------
 def test_another_source_of_randomness_is_used_and_voids_the_guarantee() -> None:
     """A subclass without noise: what is released is the sum itself, and nothing is certified."""

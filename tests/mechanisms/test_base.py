@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import all_kinds, directions, engine, fit, named, points, total, train
+from tests.support.core import all_kinds, directions, engine, fit, named, points, rounded, total, train
 from tests.support.own_mechanism import CoordinateDifferences
 from torch import Tensor
 
@@ -86,3 +86,27 @@ def test_an_empty_batch_adds_nothing(mechanism: Mechanism) -> None:
     x, y = points(5).tensors
     summed = total(fitted, x[:0], y[:0])
     assert not (summed if isinstance(summed, Tensor) else summed.flat).any()
+
+
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.name != "paper"], ids=named)
+@pytest.mark.parametrize("noise", [0.3, pytest.param(700.0, marks=pytest.mark.slow)])
+def test_releases_lie_on_a_public_grid(mechanism: Mechanism, noise: float) -> None:
+    """The low bits of a float64 sum would tell what was summed. The grid is 1,024 times finer than the noise."""
+    seen: list[Tensor] = []
+    private = engine(all_kinds(), points(), mechanism=mechanism, steps=1, noise_multiplier=noise)
+    private.on_release(lambda released: seen.append(released.values))
+    train(private)
+    assert torch.equal(seen[0], rounded(seen[0], private.fitted.noise_std))
+    assert len(seen[0].unique()) > 1
+
+
+MISSING = "FittedPaper lacks noise_std, which FittedMechanism promises and the crafted game of the audit reads"
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [m if m.name != "paper" else pytest.param(m, marks=pytest.mark.xfail(strict=True, reason=MISSING)) for m in MECHANISMS],
+    ids=named,
+)
+def test_the_deviation_of_its_noise_is_stated(mechanism: Mechanism) -> None:
+    assert fit(mechanism, all_kinds(), noise=2.0).noise_std == 2 * fit(mechanism, all_kinds(), noise=1.0).noise_std > 0

@@ -79,6 +79,7 @@ class Literal:
         self.model, self.records, self.settings = model, records, settings
         source = RandomSource(12)
         self.directions, self.noise = source.numpy("directions"), source.numpy("noise")
+        self.covariances: dict[nn.Module, Tensor] = {}
         self.layers = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
         coins, size = source.numpy("batches"), -1
         while size < threshold:
@@ -102,18 +103,20 @@ class Literal:
     def jacobian(self, layer: nn.Module, x: Tensor) -> Tensor:
         """D v of a layer with respect to its parameters, at its input x: one row per output."""
         output = layer(x).flatten()
-        rows = [
-            torch.cat([g.flatten() for g in torch.autograd.grad(v, list(layer.parameters()), retain_graph=True)]) for v in output
-        ]
-        return torch.stack(rows)
+        units = torch.eye(len(output), dtype=output.dtype)
+        parts = torch.autograd.grad(output, list(layer.parameters()), units, is_grads_batched=True)
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     def covariance(self, layer: nn.Module) -> Tensor:
         """sum over the batch of L_0^2 J^T J, in full."""
+        if layer in self.covariances:
+            return self.covariances[layer]
         total = 0
         for x, y in self.batch:
             loss, seen = self.run(x, y, {})
             jacobian = self.jacobian(layer, seen[layer][0])
             total = total + loss.item() ** 2 * jacobian.t() @ jacobian
+        self.covariances[layer] = total
         return total
 
     def sigma(self, layer: nn.Module, std: float, repeats: int, clip: float) -> tuple[float, bool]:
