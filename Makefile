@@ -2,17 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup setup-dev train test lint types tests slow check-accounting audit bench bench-quick results clean
+.PHONY: help setup setup-dev train test lint types tests slow check-accounting audit bench bench-quick results reproduce pages clean
 
 help:
 	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
 	@echo "make test              set up .venv with the test extras; run ruff, mypy and the quick tests"
 	@echo "make slow              the slow tests"
 	@echo "make check-accounting  sweep the accountant over its range against an oracle (20 minutes)"
-	@echo "make audit             measure all claims: half an hour on one core; what is in results/audit.json is kept"
-	@echo "make results           the tables of docs/results.md: hours; what is in results/ is kept"
+	@echo "make reproduce         list the studies behind docs/, with an estimate of their hours (python -m reproduction STUDY)"
+	@echo "make results           the tables of docs/results.md: hours; what has a result is not run again"
+	@echo "make audit             measure all claims: half an hour on one core; what has a result is not measured again"
 	@echo "make bench             speed and memory beside others, into docs/performance.md (15 minutes, quiet machine)"
-	@echo "make bench-quick       the ratio table alone; fails when a goal is missed by more than 25 %"
+	@echo "make bench-quick       ratios alone; fails when one is more than 25 % above its goal"
+	@echo "make pages             fill the tables and pictures of docs/ from reproduction/results"
 	@echo "make clean             remove .venv and caches"
 
 setup: .venv/ready
@@ -54,22 +56,28 @@ slow: setup-dev
 check-accounting: setup-dev
 	$(BIN)/python benchmarks/check_accounting.py
 
-audit: setup-dev
-	@echo "--- the full audit, into results/audit.json and docs/audit.md; it goes on where it stopped"
-	OMP_NUM_THREADS=1 $(BIN)/python -m reproduction.audit_sweep
+reproduce: setup-dev
+	$(BIN)/python -m reproduction --list
 
 results: setup-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m reproduction.table --dataset mnist
-	OMP_NUM_THREADS=1 $(BIN)/python -m reproduction.table --dataset fashion-mnist
-	OMP_NUM_THREADS=1 $(BIN)/python -m reproduction.options
-	$(BIN)/python -m reproduction.results_page
+	$(BIN)/python -m reproduction results --seeds 3
+	$(BIN)/python -m reproduction gaussian --seeds 3
+	$(BIN)/python -m reproduction options --seeds 3
+	$(BIN)/python -m reproduction pages
+
+audit: setup-dev
+	$(BIN)/python -m reproduction audit
+	$(BIN)/python -m reproduction pages
 
 bench: setup-dev
-	$(BIN)/python benchmarks/bench.py
-	$(BIN)/python benchmarks/page.py
+	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m reproduction pages
 
 bench-quick: setup-dev
-	$(BIN)/python benchmarks/bench.py --quick
+	$(BIN)/python -m benchmarks.bench --quick
+
+pages: setup-dev
+	$(BIN)/python -m reproduction pages
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

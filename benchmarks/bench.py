@@ -1,7 +1,7 @@
 """What a private step costs beside what a user would pick instead.
 
-    python benchmarks/bench.py            # everything, into results/bench.json, docs/performance.md and docs/images/
-    python benchmarks/bench.py --quick    # the ratio table alone; fails when a goal is missed by more than 25 %
+    python -m benchmarks.bench            # everything, into reproduction/results/bench.json; then python -m reproduction pages
+    python -m benchmarks.bench --quick    # the ratio table alone; fails when a goal is missed by more than 25 %
 
 All peers of a case take turns within one process, warmed up, with the same threads; times are medians over rounds; what counts
 is the ratio. Run it on a quiet machine.
@@ -10,7 +10,6 @@ is the ratio. Run it on a quiet machine.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import subprocess
@@ -18,14 +17,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from peers import Step, cifar_like, exponent, mnist_like, ours, peers, plain
+from reproduction.pages import table
 from torch import nn
 
 import dpulr
+from benchmarks import results
+from benchmarks.peers import Step, cifar_like, exponent, mnist_like, ours, peers, plain
+from reproduction import ROOT
 
 SLACK = 1.25
 GHOST, HOOKS, PLAIN = "Opacus, ghost", "Opacus, hooks", "plain SGD"
@@ -61,14 +63,16 @@ def goals() -> list[Goal]:
 def cases() -> dict[str, tuple[Any, Any, int, list[str]]]:
     """Name: (model, data, batch, peers)."""
     few = [PLAIN, GHOST, HOOKS, ONE, "hidden-direction, K = 1, one-sided", FOUR, "floor of hidden-direction, K = 1"]
-    table = {f"mlp, batch {batch}": (dpulr.models.mlp, mnist_like, batch, few) for batch in (64, 200, 2_000)}
+    table: dict[str, tuple[Any, Any, int, list[str]]] = {
+        f"mlp, batch {batch}": (dpulr.models.mlp, mnist_like, batch, few) for batch in (64, 200, 2_000)
+    }
     table["mlp, batch 500"] = (dpulr.models.mlp, mnist_like, 500, list(peers()))
     table["resnet5, batch 500"] = (dpulr.models.resnet5, cifar_like, 500, [PLAIN, GHOST, HOOKS, *few[3:6]])
     return table
 
 
 def measure(steps: dict[str, Step], rounds: int, least: float) -> dict[str, float]:
-    """Median seconds a step; the peers take turns, each for at least `least` seconds a round."""
+    """Median seconds per step; the peers take turns, each for at least `least` seconds per round."""
     counts = {}
     for name, step in steps.items():
         step()
@@ -97,8 +101,7 @@ def run_case(name: str, rounds: int, least: float, only: Sequence[str] | None = 
 
 def report_goals(times: dict[str, dict[str, float]]) -> tuple[str, int]:
     """The ratio table, and how many goals are missed by more than the slack."""
-    lines = ["| case | peer | beside | goal | measured | |", "|---|---|---|---|---|---|"]
-    failed = 0
+    rows, failed = [], 0
     for goal in goals():
         row = times.get(goal.case, {})
         if goal.peer not in row or goal.other not in row:
@@ -106,45 +109,18 @@ def report_goals(times: dict[str, dict[str, float]]) -> tuple[str, int]:
         ratio = row[goal.peer] / row[goal.other]
         verdict = "met" if ratio <= goal.factor else "within 25 %" if ratio <= SLACK * goal.factor else "missed"
         failed += verdict == "missed"
-        lines.append(f"| {goal.case} | {goal.peer} | {goal.other} | {goal.factor:g} | {ratio:.3g} | {verdict} |")
-    return "\n".join(lines), failed
+        rows.append([goal.case, goal.peer, goal.other, f"{goal.factor:g}", f"{ratio:.3g}", verdict])
+    return table(["case", "peer", "beside", "goal", "measured", ""], rows), failed
 
 
 # --- memory, growth, start ------------------------------------------------------------------------------------------------
-MEMORY = """
-import sys, torch
-sys.path.insert(0, "benchmarks")
-from torch import nn
-from torch.utils.data import TensorDataset
-import dpulr
-from peers import mnist_like, ours, plain
-torch.manual_seed(0)
-which, kind, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if kind == "mlp":
-    model, data = dpulr.models.mlp(seed=0), mnist_like(10_000)
-else:  # ten million parameters in one layer
-    model = nn.Sequential(nn.Linear(3_200, 3_200), nn.GELU(), nn.Linear(3_200, 10))
-    data = TensorDataset(torch.randn(2_000, 3_200), torch.randint(0, 10, (2_000,)))
-def peak():  # of this process alone; getrusage hands down the peak of the process that started it
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-step = {"plain": plain, "hidden": ours(dpulr.HiddenDirection())}[which](model, data, batch)
-before = peak()
-for _ in range(5):
-    step()
-print(peak(), before)
-"""
-
-
 def memory() -> list[dict[str, Any]]:
     """Peak memory of a process that has taken five steps, above one that has taken none."""
     rows = []
     for kind, batch in (("mlp", 500), ("mlp", 2_000), ("wide", 100), ("wide", 1_000)):
         row: dict[str, Any] = {"model": kind, "batch": batch}
         for which in ("plain", "hidden"):
-            done = subprocess.run(
-                [sys.executable, "-c", MEMORY, which, kind, str(batch)], capture_output=True, text=True, check=True
-            )
-            peak, before = map(int, done.stdout.split())
+            peak, before = map(int, _other_process("benchmarks.memory", which, kind, str(batch)).split())
             row[which], row[f"{which}_step"] = peak, peak - before
         rows.append(row)
     return rows
@@ -158,14 +134,16 @@ def deep(layers: int, width: int) -> nn.Sequential:
 
 
 def growth(rounds: int, least: float) -> dict[str, dict[str, Any]]:
-    """Seconds a step of hidden-direction against depth, width, batch and repeats, beside plain SGD."""
+    """Seconds per step of hidden-direction against depth, width, batch and repeats, beside plain SGD."""
 
     def pair(
-        layers: int = 4, width: int = 64, batch: int = 500, repeats: int = 1, blocks: int | None = None
+        layers: int = 4, width: int = 64, batch: int = 500, repeats: int = 1, groups: int | None = None
     ) -> tuple[float, float]:
         data = torch.utils.data.TensorDataset(torch.randn(20_000, width), torch.randint(0, 10, (20_000,)))
         steps = {
-            "hidden": ours(dpulr.HiddenDirection(repeats=repeats, blocks=blocks))(deep(layers, width), data, batch),
+            "hidden": ours(dpulr.HiddenDirection(repeats=repeats, groups=groups, antithetic=True))(
+                deep(layers, width), data, batch
+            ),
             "plain": plain(deep(layers, width), data, batch),
         }
         times = measure(steps, rounds, least)
@@ -174,7 +152,7 @@ def growth(rounds: int, least: float) -> dict[str, dict[str, Any]]:
     curves: dict[str, dict[str, Any]] = {}
     for name, values, fixed in (
         ("layers", [2, 4, 8, 16, 32, 64], {}),
-        ("layers, in 2 blocks", [2, 4, 8, 16, 32, 64], {"blocks": 2}),
+        ("layers, in 2 groups", [2, 4, 8, 16, 32, 64], {"groups": 2}),
         ("width", [32, 64, 128, 256, 512], {}),
         ("batch", [64, 128, 256, 512, 1_024, 2_048], {}),
         ("repeats", [1, 2, 4, 8, 16, 32], {}),
@@ -191,54 +169,33 @@ def growth(rounds: int, least: float) -> dict[str, dict[str, Any]]:
     return curves
 
 
-START = """
-import time, torch
-begin = time.perf_counter()
-import dpulr
-train, _ = dpulr.data.load("mnist")
-model = dpulr.models.mlp(seed=0)
-engine = dpulr.PrivacyEngine(model, torch.optim.SGD(model.parameters(), 0.1), train, torch.nn.CrossEntropyLoss(reduction="none"),
-                             batch_size=500, epochs=5, noise_multiplier=2.0)
-for x, y in engine.batches(1):
-    engine.step(x, y)
-print(time.perf_counter() - begin)
-"""
-
-
 def start_up() -> dict[str, float]:
     """Seconds from `import torch` done to the first step done, in a new process; and the share of a step that sampling takes."""
     from dpulr.sampling import PoissonSampling
 
-    first = statistics.median(
-        float(subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True).stdout) for _ in range(3)
-    )
-    import numpy as np
-
+    first = statistics.median(float(_other_process("benchmarks.start")) for _ in range(3))
     sampler, rng = PoissonSampling(500 / 60_000, 0), np.random.default_rng()
     step = ours(dpulr.HiddenDirection())(dpulr.models.mlp(seed=0), mnist_like(), 500)
     times = measure({"sampling": lambda: (sampler.draw(60_000, rng), None)[1], "step": step}, 5, 0.2)
     return {"first_step_seconds": first, "sampling_share": times["sampling"] / times["step"]}
 
 
-# --- what people see ------------------------------------------------------------------------------------------------------
-def table(times: dict[str, dict[str, float]]) -> str:
-    names = list(dict.fromkeys(peer for row in times.values() for peer in row))
-    lines = ["| milliseconds a step | " + " | ".join(times) + " |", "|---" * (len(times) + 1) + "|"]
-    for name in names:
-        lines.append(f"| {name} | " + " | ".join(f"{1e3 * row[name]:.3g}" if name in row else "" for row in times.values()) + " |")
-    return "\n".join(lines)
+def _other_process(module: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
+# --- the command ----------------------------------------------------------------------------------------------------------
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--quick", action="store_true", help="the ratio table alone; fails when a goal is missed by more than 25 %%"
+    )
     parser.add_argument("--cases", nargs="+", choices=list(cases()), help="measure these alone, into the results that are there")
     parser.add_argument("--memory", action="store_true", help="measure memory alone, into the results that are there")
-    parser.add_argument("--results", type=Path, default=Path("results/bench.json"))
     options = parser.parse_args()
     if options.memory:
-        results = json.loads(options.results.read_text()) | {"memory": memory()}
-        options.results.write_text(json.dumps(results, indent=1) + "\n")
+        results.update(memory=memory())
         return
     rounds, least = (3, 0.15) if options.quick else (7, 0.3)
     times = {}
@@ -251,25 +208,12 @@ def main() -> None:
     if options.quick:
         sys.exit(f"{failed} goals missed" if failed else 0)
     if options.cases:
-        results = json.loads(options.results.read_text())
-        results["seconds_a_step"] |= times
-        options.results.write_text(json.dumps(results, indent=1) + "\n")
+        results.update(seconds_a_step=results.read()["seconds_a_step"] | times)
         return
-    results = {
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "version": dpulr.__version__,
-        "seconds_a_step": times,
-        "memory": memory(),
-        "growth": growth(3, 0.2),
-        "start": start_up(),
-    }
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(times))
-    print(f"Wrote {options.results}. `python benchmarks/page.py` fills docs/performance.md from it.")
+    about = {"threads": torch.get_num_threads(), "machine": platform.machine(), "python": platform.python_version()}
+    versions = {"torch": torch.__version__, "version": dpulr.__version__}
+    measured = {"memory": memory(), "growth": growth(3, 0.2), "start": start_up()}
+    results.update(**about, **versions, seconds_a_step=times, **measured)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,106 @@
-"""Fill docs/performance.md from results/bench.json: tables between its marks, pictures beside it."""
+"""Tables and pictures of docs/performance.md, from results/bench.json; `python -m reproduction pages` puts them there."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from reproduction.pages import table
 
-mpl.use("Agg")
-import matplotlib.pyplot as plt
-from bench import GHOST, HOOKS, ONE, PLAIN, report_goals, table
-from reproduction.results_page import fill
+from benchmarks import results
+from benchmarks.bench import FOUR, GHOST, HOOKS, ONE, PLAIN
 
 COLORS = {PLAIN: "#8a8a8a", GHOST: "#c8553d", HOOKS: "#e0a458", ONE: "#1f6fb4"}
+PAPER, PASSES, NAIVE = "paper, K = 16", "passes of paper, K = 16", "naive DP-ULR, K = 16"
+
+
+def parts() -> dict[str, str]:
+    """The parts of docs/performance.md."""
+    found = results.read()
+    start = found["start"]
+    return {
+        "ratios": ratios(found["seconds_a_step"]),
+        "steps": steps(found["seconds_a_step"]),
+        "memory": memory(found["memory"]),
+        "depth": depth(found["growth"]["layers"]),
+        "start": f"First step {start['first_step_seconds']:.2f} s after torch is imported; sampling takes "
+        f"{start['sampling_share']:.1%} of a step (60,000 records, batches of 500).",
+        "shares": shares(found["hidden_step"]),
+    }
+
+
+def paper_cost() -> str:
+    """For docs/paper.md: a step of DP-ULR beside Opacus, and where its time goes."""
+    found = results.read()
+    case = found["seconds_a_step"]["mlp, batch 500"]
+    beside = [[peer, f"{1e3 * case[peer]:.3g}", f"{case[PAPER] / case[peer]:.3g}"] for peer in (PAPER, PASSES, GHOST, HOOKS, NAIVE)]
+    rows = []
+    for row in found["paper_step"]:
+        milliseconds = [f"{1e3 * value:.1f}" for value in (row["seconds"], *row["parts"].values())]
+        rows.append([row["model"], f"{row['K']}", f"{row['batch']}", *milliseconds])
+    heads = ["model", "K", "batch", "all", *found["paper_step"][0]["parts"]]
+    return f"{table(['batch 500', 'ms per step', 'DP-ULR takes so many times as long'], beside)}\n\n{table(heads, rows)}"
+
+
+def ratios(times: dict[str, dict[str, float]]) -> str:
+    """How long a step of hidden-direction takes, in steps of others."""
+    rows = []
+    for case, row in times.items():
+        for peer in (ONE, FOUR):
+            rows.append([case, peer, *(f"{row[peer] / row[other]:.2g}" for other in (PLAIN, GHOST, HOOKS))])
+    return table(["case", "a step of", "in steps of plain SGD", "of Opacus, ghost", "of Opacus, hooks"], rows)
+
+
+def steps(times: dict[str, dict[str, float]]) -> str:
+    names = list(dict.fromkeys(peer for row in times.values() for peer in row))
+    rows = [[name, *(f"{1e3 * row[name]:.3g}" if name in row else "" for row in times.values())] for name in names]
+    return table(["milliseconds per step", *times], rows)
+
+
+def memory(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        plain, hidden = row["plain"] / 1e6, row["hidden"] / 1e6
+        alone = [f"{row[name] / 1e6:.0f}" for name in ("plain_step", "hidden_step")]
+        lines.append([row["model"], f"{row['batch']}", f"{plain:.0f}", f"{hidden:.0f}", f"{hidden / plain:.2f}", *alone])
+    heads = ["model", "batch", "plain SGD, MB", "hidden-direction, MB", "ratio", "plain, steps alone", "ours, steps alone"]
+    return table(heads, lines)
+
+
+def depth(curve: dict[str, Any]) -> str:
+    """What a step costs in forward passes, taking a plain step (forward and backward) for three of them."""
+    rows = [
+        [f"{layers}", f"{1e3 * hidden:.3g}", f"{1e3 * plain:.3g}", f"{3 * hidden / plain:.3g}", f"{1 + layers}"]
+        for layers, hidden, plain in zip(curve["values"], curve["hidden"], curve["plain"], strict=True)
+    ]
+    return table(["layers", "hidden-direction, ms", "plain SGD, ms", "in forward passes", "bound"], rows)
+
+
+def shares(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        [
+            f"{row['directions']}",
+            f"{row['batch']}",
+            f"{1e3 * row['seconds']:.2f}",
+            *(f"{share:.0%}" for share in row["shares"].values()),
+        ]
+        for row in rows
+    ]
+    return table(["directions", "batch size", "ms", *rows[0]["shares"]], lines)
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------------
+def draw(images: Path) -> None:
+    found = results.read()
+    draw_steps(found["seconds_a_step"], images / "performance-steps.png")
+    draw_growth(found["growth"], images / "performance-growth.png")
 
 
 def draw_steps(times: dict[str, dict[str, float]], picture: Path) -> None:
     """Time of a step over that of plain SGD, by batch size."""
     cases = [name for name in times if name.startswith("mlp")]
     cases.sort(key=lambda name: int(name.rsplit(" ", 1)[1]))
+    plt = _pyplot()
     figure, axis = plt.subplots(figsize=(7.5, 4), layout="constrained")
     peers = [PLAIN, ONE, "hidden-direction, K = 4", GHOST, HOOKS]
     width = 0.8 / len(peers)
@@ -35,9 +116,11 @@ def draw_steps(times: dict[str, dict[str, float]], picture: Path) -> None:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     figure.savefig(picture, dpi=130)
+    plt.close(figure)
 
 
 def draw_growth(growth: dict[str, Any], picture: Path) -> None:
+    plt = _pyplot()
     figure, axes = plt.subplots(1, 5, figsize=(16, 3.2), layout="constrained")
     for axis, (name, curve) in zip(axes, growth.items(), strict=True):
         axis.loglog(curve["values"], [1e3 * v for v in curve["hidden"]], "o-", color=COLORS[ONE], label="hidden-direction")
@@ -47,50 +130,16 @@ def draw_growth(growth: dict[str, Any], picture: Path) -> None:
         axis.minorticks_off()
         axis.set_title(f"grows like {name.split(',')[0]}^{curve['exponent']:.2f}", fontsize=9)
         axis.grid(alpha=0.25)
-    axes[0].set_ylabel("milliseconds a step")
+    axes[0].set_ylabel("milliseconds per step")
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(picture, dpi=130)
+    plt.close(figure)
 
 
-def memory_table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | batch | plain SGD, MB | hidden-direction, MB | ratio | plain, steps alone | ours, steps alone |",
-        "|---" * 7 + "|",
-    ]
-    for row in rows:
-        plain, hidden = row["plain"] / 1e6, row["hidden"] / 1e6
-        lines.append(
-            f"| {row['model']} | {row['batch']} | {plain:.0f} | {hidden:.0f} | {hidden / plain:.2f} | "
-            f"{row['plain_step'] / 1e6:.0f} | {row['hidden_step'] / 1e6:.0f} |"
-        )
-    return "\n".join(lines)
+def _pyplot() -> Any:
+    import matplotlib
 
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
-def depth(curve: dict[str, Any]) -> str:
-    """What a step costs in forward passes, taking a plain step (forward and backward) for three of them."""
-    lines = ["| layers | hidden-direction, ms | plain SGD, ms | in forward passes | bound |", "|---|---|---|---|---|"]
-    for layers, hidden, plain in zip(curve["values"], curve["hidden"], curve["plain"], strict=True):
-        lines.append(f"| {layers} | {1e3 * hidden:.3g} | {1e3 * plain:.3g} | {3 * hidden / plain:.3g} | {1 + layers} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    results = json.loads(Path("results/bench.json").read_text())
-    images = Path("docs/images")
-    draw_steps(results["seconds_a_step"], images / "performance-steps.png")
-    draw_growth(results["growth"], images / "performance-growth.png")
-    start = results["start"]
-    parts = {
-        "goals": report_goals(results["seconds_a_step"])[0],
-        "steps": table(results["seconds_a_step"]),
-        "memory": memory_table(results["memory"]),
-        "depth": depth(results["growth"]["layers"]),
-        "start": f"First step {start['first_step_seconds']:.2f} s after torch is imported; sampling takes "
-        f"{start['sampling_share']:.1%} of a step (60,000 records, batches of 500).",
-    }
-    fill(Path("docs/performance.md"), parts)
-    print("Filled docs/performance.md.")
-
-
-if __name__ == "__main__":
-    main()
+    return plt

@@ -1,7 +1,7 @@
 """Where a step of `paper` goes: forward passes, privacy controller, extra noise, as CPU time, so that load does not matter.
 
-python benchmarks/paper_step.py            # MLP, MNIST, K = 16
-python benchmarks/paper_step.py resnet5    # CIFAR-10 shapes, K = 4
+python -m benchmarks.paper_step            # MLP, MNIST, K = 16
+python -m benchmarks.paper_step resnet5    # CIFAR-10 shapes, K = 4
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from timing import stepped, timed
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpulr
-from dpulr.paper.covariance import AffineBlocks, Covariance
-from dpulr.paper.mechanism import BoundPaper
+from benchmarks import results
+from benchmarks.timing import stepped, timed
 
+PARTS = {
+    "forward passes": ["dpulr.paper.mechanism:FittedPaper.estimate"],
+    "covariance": ["dpulr.paper.covariance:AffineBlocks.add"],
+    "eigenvectors": ["dpulr.paper.covariance:Covariance.decomposed"],
+    "extra noise": ["dpulr.paper.mechanism:FittedPaper.privatise"],
+}
 WARM = 2
 
 
-def main() -> None:
+def rows(images: bool) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    images = sys.argv[1:] == ["resnet5"]
     repeats, steps, batches = (4, 2, (1_000,)) if images else (16, 40, (64, 200, 500))
     train: Any
     if images:
@@ -33,14 +37,8 @@ def main() -> None:
     else:
         train, _ = dpulr.data.load("mnist")
     spent: dict[str, float] = defaultdict(float)
-    timed(BoundPaper, "estimate", "forward passes", spent)
-    timed(BoundPaper, "_control", "controller", spent)
-    timed(AffineBlocks, "add", "controller", spent)
-    timed(Covariance, "decomposed", "eigenvectors", spent)
-    timed(BoundPaper, "release", "extra noise", spent)
-    print(f"CPU milliseconds a step, K = {repeats}; the passes include drawing what they inject")
-    print("| batch | all | forward passes | covariance | eigenvectors | extra noise | rest |")
-    print("|---|---|---|---|---|---|---|")
+    timed(PARTS, spent)
+    found = []
     for batch in batches:
         model: nn.Module = dpulr.models.resnet5(seed=0) if images else dpulr.models.mlp(seed=0)
         engine = dpulr.PrivacyEngine(
@@ -54,10 +52,15 @@ def main() -> None:
             sampling="shuffle",
         )
         whole = stepped(engine, WARM, time.process_time, spent)
-        parts = [spent[name] for name in ("forward passes", "controller", "eigenvectors", "extra noise")]
-        columns = (whole, *parts, whole - sum(parts))
-        print(f"| {batch} | {' | '.join(f'{1e3 * value / steps:.1f}' for value in columns)} |")
+        parts = {label: spent[label] / steps for label in PARTS}
+        parts["rest"] = whole / steps - sum(parts.values())
+        found.append(
+            {"model": "resnet5" if images else "mlp", "K": repeats, "batch": batch, "seconds": whole / steps, "parts": parts}
+        )
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    images = sys.argv[1:] == ["resnet5"]
+    kept = [row for row in results.read().get("paper_step", []) if (row["model"] == "resnet5") != images]
+    results.update(paper_step=sorted([*kept, *rows(images)], key=lambda row: row["model"]))

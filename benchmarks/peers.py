@@ -6,15 +6,13 @@ A step means sampling, gradients, noise and optimizer. All peers hold the data i
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from reproduction.opacus import Batches
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dpulr
 
@@ -26,11 +24,6 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
 
 
-def endless(loader: DataLoader[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
 def plain(model: nn.Module, data: TensorDataset, batch: int) -> Step:
     """Ordinary training: shuffled batches, backpropagation, no privacy."""
     inputs, targets = data.tensors
@@ -38,7 +31,7 @@ def plain(model: nn.Module, data: TensorDataset, batch: int) -> Step:
 
     def batches() -> Iterator[Tensor]:
         while True:
-            yield from torch.randperm(len(targets))[: len(targets) // batch * batch].split(batch)
+            yield from torch.randperm(len(targets))[: len(targets) // batch * batch].view(-1, batch)
 
     indices = batches()
 
@@ -51,34 +44,12 @@ def plain(model: nn.Module, data: TensorDataset, batch: int) -> Step:
     return step
 
 
-def opacus(mode: str) -> Callable[[nn.Module, TensorDataset, int], Step]:
+def opacus(mode: Literal["ghost", "hooks"]) -> Callable[[nn.Module, TensorDataset, int], Step]:
     def make(model: nn.Module, data: TensorDataset, batch: int) -> Step:
-        from opacus import PrivacyEngine
+        from reproduction.opacus import private_steps  # here, so that measuring memory loads nothing of it
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parts = PrivacyEngine().make_private(
-                module=model,
-                optimizer=optimizer(model),
-                criterion=nn.CrossEntropyLoss(),
-                data_loader=DataLoader(Batches(data), batch_size=batch, collate_fn=list),
-                noise_multiplier=NOISE,
-                max_grad_norm=1.0,
-                grad_sample_mode=mode,
-            )
-        wrapped, private, loader = parts[0], parts[1], parts[-1]
-        loss_fn = parts[2] if mode == "ghost" else nn.CrossEntropyLoss()
-        stream = endless(loader)
-
-        def step() -> None:
-            x, y = next(stream)
-            private.zero_grad()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                loss_fn(wrapped(x), y).backward()
-            private.step()
-
-        return step
+        steps = private_steps(model, optimizer(model), data, batch_size=batch, noise_multiplier=NOISE, mode=mode)
+        return lambda: next(steps)
 
     return make
 
@@ -108,7 +79,7 @@ def ours(mechanism: Any, noise: float | None = NOISE) -> Callable[[nn.Module, Te
 
 
 def naive(repeats: int = 16, sigma: float = 0.5) -> Callable[[nn.Module, TensorDataset, int], Step]:
-    """Algorithm 1 as it reads: K whole passes a layer, each record's gradient written out, averaged and clipped. No controller."""
+    """Algorithm 1 as it reads: K whole passes per layer, a gradient for each record, averaged and clipped. No controller."""
 
     def make(model: nn.Module, data: TensorDataset, batch: int) -> Step:
         inputs, targets = data.tensors
@@ -206,9 +177,9 @@ def peers() -> dict[str, Callable[[nn.Module, TensorDataset, int], Step]]:
         "plain SGD": plain,
         "Opacus, ghost": opacus("ghost"),
         "Opacus, hooks": opacus("hooks"),
-        "hidden-direction, K = 1": ours(hidden()),
+        "hidden-direction, K = 1": ours(hidden(antithetic=True)),
         "hidden-direction, K = 1, one-sided": ours(hidden(antithetic=False)),
-        "hidden-direction, K = 4": ours(hidden(repeats=4)),
+        "hidden-direction, K = 4": ours(hidden(repeats=4, antithetic=True)),
         "gaussian, 16 pairs": ours(dpulr.Gaussian(repeats=16)),
         "zeroth-order, 16 directions": ours(dpulr.ZerothOrder(repeats=16)),
         "paper, K = 16": ours(dpulr.Paper(target_std=NOISE, repeats=16, remedy="extra-noise"), None),
@@ -226,6 +197,6 @@ def cifar_like(records: int = 4_000) -> TensorDataset:
     return TensorDataset(torch.randn(records, 3, 32, 32), torch.randint(0, 10, (records,)))
 
 
-def exponent(x: list[float], y: list[float]) -> float:
+def exponent(x: Sequence[float], y: Sequence[float]) -> float:
     """Slope in logarithms: how a cost grows."""
     return float(np.polyfit([math.log(v) for v in x], [math.log(v) for v in y], 1)[0])

@@ -1,50 +1,63 @@
-"""The full audit (`make audit`): all mechanisms in many settings, into results/audit.json, and docs/audit.md's tables from it.
+"""The full audit (`python -m reproduction audit`): all mechanisms in many settings, into results/audit.json. Half an hour.
 
-It is resumable: what the file holds is not measured again.
+It is resumable: what the file holds is not measured again. All settings of a group are judged together at a confidence of 95 %.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpulr.audit import canaries
-from dpulr.audit import whole_run as training
-from dpulr.audit.one_step import one_step
+from dpulr.accounting.rounding import down, up
+from dpulr.audit import canaries, whole_run
+from dpulr.audit.one_step import one_step, play
 from dpulr.audit.picture import draw
-from dpulr.audit.verdict import Verdict, down, up
+from dpulr.audit.verdict import Verdict
 from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
-from dpulr.runs.files import replace_file
-from reproduction import planted_bugs as broken
+from reproduction import results_file
+from reproduction.opacus_game import OpacusGame
+from reproduction.pages import table
 from reproduction.paper_audit import PAPER_SETTINGS
+from reproduction.planted_bugs import BUGS
 
-CONFIDENCE = 0.95
-RESULTS = Path("results/audit.json")
-PAGE = Path("docs/audit.md")
-IMAGES = Path("docs/images")
+CONFIDENCE, DELTA = 0.95, 1e-5
 ROWS = 200_000
-Run = Callable[..., Verdict]
+GROUPS = ("tight", "bugs", "certified", "paper")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`run` takes delta, confidence and seed."""
+    """`run` takes delta, confidence, seed and the options."""
 
     group: str
     name: str
-    run: Run
+    run: Callable[..., Verdict]
     options: dict[str, Any]
 
     @property
     def key(self) -> str:
         canary = f" ({self.options['canary']})" if "canary" in self.options else ""
         return f"{self.group}: {self.name}{canary}"
+
+    @property
+    def seed(self) -> int:
+        """Its own, so that a setting gives the same verdict whatever stands around it."""
+        return zlib.crc32(self.key.encode())
+
+    def audit(self, confidence: float) -> Verdict:
+        return self.run(**{"delta": DELTA, **self.options}, confidence=confidence, seed=self.seed)
+
+
+def _opacus(*, trials: int, delta: float, confidence: float, **options: Any) -> Verdict:
+    game = OpacusGame(dim=1, **options)
+    return play(game, canary="crafted", trials=trials, delta=delta, confidence=confidence, settings={"dim": 1, **options})
 
 
 def certified() -> Iterator[Setting]:
@@ -60,58 +73,50 @@ def certified() -> Iterator[Setting]:
     for estimator in ("likelihood-ratio", "baseline", "antithetic"):
         mechanism = Gaussian(estimator=estimator, repeats=4)
         yield step(f"gaussian, {estimator}, 8 dimensions", mechanism, dim=8, trials=50_000)
+    yield from _hidden(step)
+    for noise, rate in ((1.0, 1.0), (2.0, 1.0), (1.0, 0.1), (2.0, 0.1)):
+        options = {"noise_multiplier": noise, "sample_rate": rate, "trials": ROWS}
+        yield Setting("certified", f"Opacus, noise {noise:g}, q {rate:g}", _opacus, options)
+    for kind in ("ordinary", "mislabelled", "large", "feature"):
+        for mechanism_name in ("gaussian", "hidden-direction"):
+            yield step(f"{mechanism_name}, among 64 digits", mechanism_name, canary=kind, trials=3_000)
+    rejecting = {"canary": "large", "sample_rate": 0.5, "rejection_threshold": 24, "trials": 3_000, "delta": 0.05}
+    yield step("gaussian, batches below 24 redrawn", "gaussian", **rejecting)
+    yield step("hidden-direction, batches below 24 redrawn", "hidden-direction", **rejecting)
+    model = {"model": canaries.perceptron(), "loss_fn": torch.nn.CrossEntropyLoss(reduction="none"), "records": canaries.digits()}
+    exact = HiddenDirection(last_layer="exact")
+    yield step("hidden-direction, two layers, last one exact", exact, canary="mislabelled", trials=2_000, **model)
+    yield step("zeroth-order", "zeroth-order", trials=10_000)
+    yield step("zeroth-order, q 0.5, T 2", "zeroth-order", sample_rate=0.5, steps=2, trials=4_000)
+    yield step("zeroth-order, among 64 digits", ZerothOrder(repeats=2), canary="large", trials=3_000)
+    yield from _whole_runs()
+
+
+def _hidden(step: Callable[..., Setting]) -> Iterator[Setting]:
     for dim in (1, 2, 10, 128):
         for noise in (0.5, 1.0, 2.0):
             trials = 1_000_000 if noise == 1 else ROWS
-            yield step(
-                f"hidden-direction, {dim} dimensions, noise {noise:g}",
-                "hidden-direction",
-                dim=dim,
-                noise_multiplier=noise,
-                trials=trials,
-            )
+            name = f"hidden-direction, {dim} dimensions, noise {noise:g}"
+            yield step(name, "hidden-direction", dim=dim, noise_multiplier=noise, trials=trials)
     for dim in (10, 128):
         for steps in (1, 5):
             name = f"hidden-direction, {dim} dimensions, noise 0.5, q 0.1, T {steps}"
             yield step(name, "hidden-direction", dim=dim, noise_multiplier=0.5, sample_rate=0.1, steps=steps, trials=ROWS // steps)
     variants = {
         "4 repeats": HiddenDirection(subspace=None, repeats=4),
-        "frames of 4": HiddenDirection(subspace=None, repeats=4, frames=4),
-        "8 repeats in frames of 4": HiddenDirection(subspace=None, repeats=8, frames=4),
         "clipped differences": HiddenDirection(subspace=None, kappa=1e3),
     }
     for name, variant in variants.items():
         yield step(f"hidden-direction, 10 dimensions, {name}", variant, dim=10, trials=100_000, noise_multiplier=0.5)
-    for noise, rate in ((1.0, 1.0), (2.0, 1.0), (1.0, 0.1), (2.0, 0.1)):
-        yield step(f"Opacus, noise {noise:g}, q {rate:g}", "opacus", noise_multiplier=noise, sample_rate=rate, trials=ROWS)
-    for kind in ("ordinary", "mislabelled", "large", "feature"):
-        for mechanism_name in ("gaussian", "hidden-direction"):
-            yield step(f"{mechanism_name}, among 64 digits", mechanism_name, canary=kind, trials=3_000)
-    digits = canaries.digits()
-    rejecting = {"canary": "large", "sample_rate": 0.5, "rejection_threshold": 24, "trials": 3_000, "delta": 0.05}
-    yield step("gaussian, batches below 24 redrawn", "gaussian", **rejecting)
-    yield step("hidden-direction, batches below 24 redrawn", "hidden-direction", **rejecting)
-    exact = HiddenDirection(last_layer="exact")
-    model = {"model": canaries.perceptron(), "loss_fn": torch.nn.CrossEntropyLoss(reduction="none"), "records": digits}
-    yield step("hidden-direction, two layers, last one exact", exact, canary="mislabelled", trials=2_000, **model)
-    yield step("zeroth-order", "zeroth-order", trials=10_000)
-    yield step("zeroth-order, q 0.5, T 2", "zeroth-order", sample_rate=0.5, steps=2, trials=4_000)
-    yield step("zeroth-order, among 64 digits", ZerothOrder(repeats=2), canary="large", trials=3_000)
-    for name in ("gaussian", "hidden-direction"):
-        crafted: dict[str, Any] = {
-            "mechanism": name,
-            "noise_multiplier": 0.5,
-            "dim": 1 if name == "gaussian" else 10,
-            "canaries": 20_000,
-        }
-        yield Setting("certified", f"{name}, one run of 20 steps", training.one_run, {**crafted, "delta": 1e-6})
-        yield Setting(
-            "certified",
-            f"{name}, one run on digits",
-            training.one_run,
-            {"mechanism": name, "canary": "mislabelled", "canaries": 1_000},
-        )
-        yield Setting("certified", f"{name}, 1,000 runs of 5 steps", training.many_runs, {"mechanism": name, "runs": 500})
+
+
+def _whole_runs() -> Iterator[Setting]:
+    for name, dim in (("gaussian", 1), ("hidden-direction", 10)):
+        crafted: dict[str, Any] = {"mechanism": name, "noise_multiplier": 0.5, "dim": dim, "canaries": 20_000, "delta": 1e-6}
+        digits = {"mechanism": name, "canary": "mislabelled", "canaries": 1_000}
+        yield Setting("certified", f"{name}, one run of 20 steps", whole_run.one_run, crafted)
+        yield Setting("certified", f"{name}, one run on digits", whole_run.one_run, digits)
+        yield Setting("certified", f"{name}, 1,000 runs of 5 steps", whole_run.many_runs, {"mechanism": name, "runs": 500})
 
 
 def tight() -> Iterator[Setting]:
@@ -128,40 +133,42 @@ def tight() -> Iterator[Setting]:
             yield Setting("tight", f"{name}, delta {delta:g}", one_step, options)
 
 
-def paper() -> Iterator[Setting]:
-    for setting in PAPER_SETTINGS:
-        yield Setting("paper", f"{setting.name}, {setting.canary}", setting.audit, {})
-
-
-def bugs() -> Iterator[Setting]:
-    for bug in broken.BUGS.values():
-        yield Setting("bugs", bug.name, bug.audit, {})
-
-
 def settings() -> list[Setting]:
-    return [*tight(), *bugs(), *certified(), *paper()]
+    bugs = [Setting("bugs", bug.name, bug.audit, {}) for bug in BUGS.values()]
+    paper = [Setting("paper", f"{setting.name}, {setting.canary}", setting.audit, {}) for setting in PAPER_SETTINGS]
+    return [*tight(), *bugs, *certified(), *paper]
 
 
-def run(results: Path = RESULTS, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure what is missing in the file, and return all of it."""
-    found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+def confidence_of(setting: Setting, every: list[Setting]) -> float:
+    """What each setting of a group needs for all of them to hold together at CONFIDENCE."""
+    return 1 - (1 - CONFIDENCE) / sum(other.group == setting.group for other in every)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------------
+def results() -> Path:
+    return results_file.folder() / "audit.json"
+
+
+def known() -> dict[str, Row]:
+    return json.loads(results().read_text()) if results().exists() else {}
+
+
+def run(say: Callable[[str], None] = print) -> None:
+    """Measure what the file lacks. A row that was judged at a higher confidence than needed will do."""
+    torch.set_num_threads(1)
     every = settings()
-    found = {key: row for key, row in found.items() if key in {setting.key for setting in every}}
-    counts = {group: sum(s.group == group for s in every) for group in ("tight", "bugs", "certified", "paper")}
+    rows = {setting.key: row for setting in every if (row := known().get(setting.key)) is not None}
     for number, setting in enumerate(every):
-        confidence = 1 - (1 - CONFIDENCE) / counts[setting.group]
-        key, delta = setting.key, setting.options.get("delta", 1e-5)
-        if key in found and (found[key]["confidence"], found[key]["delta"]) == (confidence, delta):
+        confidence, row = confidence_of(setting, every), rows.get(setting.key)
+        if row and row["confidence"] >= confidence - 1e-12 and row["delta"] == setting.options.get("delta", DELTA):
             continue
-        verdict = setting.run(**{"delta": 1e-5, **setting.options}, confidence=confidence, seed=1_000 + number)
-        row = verdict.to_dict()
-        row["group"], row["name"] = setting.group, setting.name
-        row["roc"], row["allowed"] = _short(row["roc"]), _short(row["allowed"])
-        found[key] = row
-        results.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(results, (json.dumps(found) + "\n").encode())
-        say(f"{number + 1:3}/{len(every)}  {key}: {verdict}")
-    return found
+        verdict = setting.audit(confidence)
+        row = verdict.to_dict() | {"group": setting.group, "name": setting.name}
+        rows[setting.key] = row | {curve: _short(row[curve]) for curve in ("roc", "allowed")}
+        draft = results().with_suffix(".part")
+        draft.write_text(json.dumps(rows) + "\n")
+        draft.replace(results())
+        say(f"{number + 1:3}/{len(every)}  {setting.key}: {verdict}")
 
 
 def _short(points: list[tuple[float, float]]) -> list[list[float]]:
@@ -169,31 +176,53 @@ def _short(points: list[tuple[float, float]]) -> list[list[float]]:
     return [[float(f"{a:.4g}"), float(f"{b:.4g}")] for a, b in points]
 
 
-# --- docs/audit.md ----------------------------------------------------------------------------------------------------
-def write_page(results: Path = RESULTS, page: Path = PAGE, images: Path = IMAGES) -> None:
-    """Fill the tables of the page, between their marks, and draw the pictures."""
-    found = json.loads(results.read_text())
-    text = page.read_text()
-    for group in ("tight", "certified", "paper", "bugs"):
-        rows = [row for row in found.values() if row["group"] == group]
-        before, rest = text.split(f"<!-- {group} -->\n")
-        text = f"{before}<!-- {group} -->\n{_table(group, rows)}<!-- end -->{rest.split('<!-- end -->', 1)[1]}"
-    page.write_text(text)
-    pictures = {
+# --- docs/audit.md --------------------------------------------------------------------------------------------------------
+def parts() -> dict[str, str]:
+    """The tables of the page, by the names of their places."""
+    rows = known()
+    order = [setting.key for setting in settings() if setting.key in rows]
+    return {group: _table(group, [rows[key] for key in order if rows[key]["group"] == group]) for group in GROUPS}
+
+
+def _table(group: str, rows: list[Row]) -> str:
+    shares = group in ("certified", "tight")
+    lines = []
+    for row in rows:
+        name = BUGS[row["name"]].what if group == "bugs" else row["name"].removesuffix(f", {row['canary']}")
+        if shares:
+            curve = "-" if row["game"] == "one run" else down(row["curve_bound"])
+            bounds = [f"{row['delta']:g}", up(row["claimed_epsilon"], 3), down(row["lower_bound"]), curve]
+            cells = [name, row["canary"], *bounds, f"{row['measured'] / row['claimed_epsilon']:.0%}"]
+        else:
+            factor = row["noise_factor"]
+            noise = "-" if factor is None else f"{up(factor, 3)} of the claimed"
+            cells = [name, "-" if group == "bugs" else row["canary"], row["verdict"], noise]
+        lines.append([*cells, f"{row['trials']:,}", row["attack"]])
+    ends = ["trials", "best attack"]
+    heads = ["setting", "canary", "delta", "claimed", "any truth", "its curve", "share"]
+    if not shares:
+        heads = ["setting", "canary", "verdict", "looks like noise of at most"]
+    held = sum(not row["broken"] for row in rows)
+    summary = f"{len(rows)} settings, {held} hold, {len(rows) - held} broken"
+    worst = max((row["measured"] / row["claimed_epsilon"] for row in rows), default=0.0)
+    return f"{table([*heads, *ends], lines)}\n\n{summary}{f'; the largest share is {worst:.1%}' if shares else ''}."
+
+
+def pictures(images: Path) -> None:
+    found = known()
+    chosen = {
         "audit-gaussian": "tight: gaussian, delta 1e-05",
         "audit-hidden-direction": "tight: hidden-direction, 128 dimensions, delta 1e-05",
         "audit-paper": "paper: extra-noise, K = 4, sigma 0.5, feature",
         "audit-noise-halved": "bugs: noise-halved",
     }
-    fields = set(Verdict.__dataclass_fields__)
-    for name, key in pictures.items():
-        row = {field: value for field, value in found[key].items() if field in fields}
-        row["proof"] = tuple(row["proof"]) if row["proof"] else None
-        draw(Verdict(**row), images / f"{name}.png")
+    for name, key in chosen.items():
+        row = {field: value for field, value in found[key].items() if field in Verdict.__dataclass_fields__}
+        draw(replace(Verdict(**row), proof=tuple(row["proof"]) if row["proof"] else None), images / f"{name}.png")
     draw_sweep([row for row in found.values() if row["group"] == "certified"], images / "audit-sweep.png")
 
 
-def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_sweep(rows: list[Row], path: Path) -> None:
     """Measured against claimed, for all certified settings."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -215,47 +244,3 @@ def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel(f"measured lower bound (nothing found: {low:g})")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
-
-
-def _table(group: str, rows: list[dict[str, Any]]) -> str:
-    shares = group in ("certified", "tight")
-    head = ["setting", "canary", "delta", "claimed", "any truth", "its curve", "share", "trials", "best attack"]
-    if not shares:
-        head = ["setting", "canary", "verdict", "looks like noise of at most", "trials", "best attack"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for row in rows:
-        name = broken.BUGS[row["name"]].what if group == "bugs" else row["name"].removesuffix(f", {row['canary']}")
-        if shares:
-            curve = "-" if row["game"] == "one run" else down(row["curve_bound"])
-            cells = [
-                name,
-                row["canary"],
-                f"{row['delta']:g}",
-                up(row["claimed_epsilon"]),
-                down(row["lower_bound"]),
-                curve,
-                f"{row['measured'] / row['claimed_epsilon']:.0%}",
-            ]
-        else:
-            noise = f"{up(row['noise_factor'])} of the claimed"
-            cells = [name, "-" if group == "bugs" else row["canary"], row["verdict"], noise]
-        cells += [f"{row['trials']:,}", row["attack"]]
-        lines.append(f"| {' | '.join(cells)} |")
-    worst = max(row["measured"] / row["claimed_epsilon"] for row in rows)
-    held = sum(not row["broken"] for row in rows)
-    summary = f"{len(rows)} settings, {held} hold, {len(rows) - held} broken"
-    end = f"{summary}; the largest share is {worst:.1%}." if shares else f"{summary}."
-    return "\n".join([*lines, "", end, ""])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The full audit.")
-    parser.add_argument("--page", action="store_true", help="only write docs/audit.md and its pictures from the results")
-    if not parser.parse_args().page:
-        torch.set_num_threads(1)
-        run(say=lambda line: print(line, flush=True))
-    write_page()
-
-
-if __name__ == "__main__":
-    main()

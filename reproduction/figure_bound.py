@@ -14,7 +14,8 @@ from typing import Any
 
 from dpulr.accounting import rejection
 from dpulr.accounting.events import Charge, GaussianRelease, SampledStep
-from dpulr.accounting.privacy_cost import _price, curves
+from dpulr.accounting.planning import steps_of
+from dpulr.accounting.privacy_cost import curves, with_rejection
 
 ALPHA, SIGMA, DELTA, EPOCHS = 1.1, 4.0, 1e-5, 25
 RATES = (0.001, 0.01, 0.1)
@@ -48,15 +49,15 @@ def bound_points(
     shares = [0.5 + 0.5 * k / 25 for k in range(26)] if shares is None else shares
     points = []
     for rate in rates:
-        steps = round(epochs / rate)
+        steps = steps_of(epochs, rate)
         plain = curves([Charge(SampledStep(GaussianRelease(SIGMA), rate), steps)], DELTA)
-        base = _price(plain, DELTA, 0.0)
+        base = with_rejection(plain, DELTA, 0.0)
         for size in sizes:
             for share in shares:
                 threshold = math.floor(share * rate * size)
                 if threshold < 1:
                     continue
-                price = _price(plain, DELTA, steps * rejection.shift(rate, threshold, size))
+                price = with_rejection(plain, DELTA, steps * rejection.shift(rate, threshold, size))
                 points.append(BoundPoint(rate, size, share, threshold, paper_ratio(rate, size, threshold), price / base - 1))
     return points
 

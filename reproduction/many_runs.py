@@ -1,69 +1,59 @@
-"""Many runs of the paper's evaluation, side by side in processes of one thread each.
+"""Many runs, side by side in processes of one thread each, and who watches them.
 
 Each result is kept as soon as it is there: a stopped command loses only the runs under way.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dpulr.runs import training
-from dpulr.runs.training import Recipe
-from reproduction import paper_runs
-from reproduction.paper_runs import PaperRun
 from reproduction.results_file import add, found
-
-Setting = PaperRun | Recipe
-
-
-class Watcher(Protocol):
-    """Whoever watches the runs."""
-
-    def began(self, total: int, known: int) -> None: ...
-    def moved(self, title: str, share: float) -> None: ...
-    def done(self, result: dict[str, Any]) -> None: ...
+from reproduction.run import Result, Run
 
 
-def title(recipe: Mapping[str, Any]) -> str:
-    """A few words for described settings."""
-    if "mechanism" in recipe:
-        return f"{recipe['mechanism']['name']} epsilon {recipe['target_epsilon']:.3f} seed {recipe['seed']}"
-    noise = f" sigma0 {recipe['target_std']:g}" if recipe["target_std"] else ""
-    repeats = f" K {recipe['repeats']}" if "repeats" in recipe else ""
-    return f"{recipe['method']} {recipe['model']} batch {recipe['batch_size']}{noise}{repeats} seed {recipe['seed']}"
+class Watcher:
+    """Writes a line for each quarter of a run, and one when it has finished."""
+
+    def __init__(self) -> None:
+        self.quarters: dict[str, int] = {}
+
+    def began(self, total: int, known: int) -> None:
+        self.say(f"{total} runs, {known} of them known")
+
+    def moved(self, title: str, share: float) -> None:
+        quarter = int(4 * share)
+        if self.quarters.get(title, 0) < quarter < 4:
+            self.quarters[title] = quarter
+            self.say(f"{title}: {25 * quarter} %")
+
+    def done(self, title: str, result: Result) -> None:
+        self.say(f"{title}: accuracy {result['test_accuracy']:.2%}, {result['seconds']:.0f} s")
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
 
-def run_all(settings: Sequence[Setting], file: Path, *, jobs: int, watcher: Watcher) -> list[dict[str, Any]]:
-    """Run what the file lacks, `jobs` at a time, and return the results of all, in order."""
-    missing = [setting for setting in settings if not found([setting], file)]
-    watcher.began(len(settings), len(settings) - len(missing))
-
-    def keep(result: dict[str, Any]) -> None:
-        add(file, result)
-        watcher.done(result)
-
-    if min(jobs, len(missing)) > 1:
-        _side_by_side(missing, min(jobs, len(missing)), watcher, keep)
-    else:
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for setting in missing:
-                keep(_result(setting, partial(watcher.moved, title(setting.describe()))))
-        finally:
-            torch.set_num_threads(threads)
-    return found(settings, file)
+def run_all(runs: Sequence[Run], *, jobs: int | None = None, watcher: Watcher | None = None) -> list[Result]:
+    """Make the runs that have no result yet, `jobs` at a time (by default one for each core), and return the results of all."""
+    watcher = watcher or Watcher()
+    missing = [run for run in runs if not found([run])]
+    watcher.began(len(runs), len(runs) - len(missing))
+    jobs = min(jobs or cores(), len(missing))
+    finished = _side_by_side(missing, jobs, watcher) if jobs > 1 else _one_by_one(missing, watcher)
+    for run, result in finished:
+        add(run, result)
+        watcher.done(run.title, result)
+    return found(runs)
 
 
 def cores() -> int:
@@ -71,26 +61,47 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _side_by_side(settings: Sequence[Setting], jobs: int, watcher: Watcher, keep: Callable[[dict[str, Any]], None]) -> None:
+def _one_by_one(runs: Sequence[Run], watcher: Watcher) -> Iterator[tuple[Run, Result]]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for run in runs:
+            yield run, run.train(partial(watcher.moved, run.title))
+            gc.collect()  # a run's tensors hang in cycles
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _side_by_side(runs: Sequence[Run], jobs: int, watcher: Watcher) -> Iterator[tuple[Run, Result]]:
     context = multiprocessing.get_context("spawn")
     news: Any = context.Queue()
+    with _one_thread_each():
+        pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(news,))
+        try:
+            waiting: dict[Future[Result], Run] = {pool.submit(_work, run): run for run in runs}
+            while waiting:
+                with suppress(queue.Empty):
+                    watcher.moved(*news.get(timeout=0.5))
+                for future in [future for future in waiting if future.done()]:
+                    yield waiting.pop(future), future.result()
+        except BaseException:
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes that start now use one thread: they read this when they start."""
     before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by a process when it starts
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(news,))
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        waiting: set[Future[dict[str, Any]]] = {pool.submit(_work, setting) for setting in settings}
-        while waiting:
-            with suppress(queue.Empty):
-                watcher.moved(*news.get(timeout=0.5))
-            for future in [future for future in waiting if future.done()]:
-                waiting.remove(future)
-                keep(future.result())
-    except BaseException:
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-        raise
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
@@ -117,11 +128,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(setting: Setting) -> dict[str, Any]:
-    return _result(setting, lambda share: _news.put((title(setting.describe()), share)))
+def _work(run: Run) -> Result:
+    told = 0
 
+    def progress(share: float) -> None:
+        nonlocal told
+        if int(20 * share) > told:  # few words between processes
+            told = int(20 * share)
+            _news.put((run.title, share))
 
-def _result(setting: Setting, progress: Callable[[float], None]) -> dict[str, Any]:
-    if isinstance(setting, PaperRun):
-        return paper_runs.run(setting, progress)
-    return training.run(setting, lambda taken, planned, _: progress(taken / planned))
+    return run.train(progress)

@@ -1,32 +1,27 @@
-"""DP-SGD by Opacus in the harness of the other experiments: same data, model, schedule and accounting."""
+"""DP-SGD by Opacus: one loop for the tables, the paper's evaluation, the audit's control and the benchmarks."""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from importlib.metadata import version
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpulr
 from dpulr import accounting
+from dpulr.accounting.planning import steps_of
+from dpulr.runs import loading
+from dpulr.runs.settings import Settings
+from reproduction.run import Progress
 
-
-@dataclass(frozen=True)
-class OpacusDPSGD:
-    """Exact gradients, clipped record by record, Poisson batches. `mode`: "ghost" clipping, or "hooks", faster for convolutions.
-
-    `physical_batch` computes a batch in parts of at most so many records: the same steps, twice as fast where tensors are large.
-    """
-
-    max_grad_norm: float = 1.0
-    mode: Literal["ghost", "hooks"] = "ghost"
-    physical_batch: int | None = None
-    name: ClassVar[str] = "dp-sgd (Opacus)"
+Mode = Literal["ghost", "hooks"]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Batches(Dataset[Any]):
@@ -47,62 +42,99 @@ class Batches(Dataset[Any]):
         return [self.inputs.index_select(0, rows), self.targets.index_select(0, rows)]
 
 
-def run_opacus(recipe: Any, train: Any, test: Any) -> dict[str, Any]:
-    """Train with DP-SGD at the recipe's epsilon. The noise is calibrated by our accountant, so that both sides spend the same."""
-    import opacus
+def private_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Any,
+    *,
+    batch_size: int,
+    noise_multiplier: float,
+    max_grad_norm: float = 1.0,
+    loss_fn: LossFunction | None = None,
+    mode: Mode = "ghost",
+    shuffled: bool = False,
+    physical_batch: int | None = None,
+) -> Iterator[None]:
+    """Take a step of DP-SGD for each item, without end. After it the parameters' `grad` is what was released.
+
+    Batches are Poisson samples, or `shuffled` ones of a fixed size, for which nothing is proved. `mode` is how Opacus clips: ghost
+    clipping, or hooks, which are faster for convolutions. `physical_batch` computes a batch in parts of at most so many records.
+    """
     from opacus import PrivacyEngine
     from opacus.utils.batch_memory_manager import BatchMemoryManager
 
-    settings: OpacusDPSGD = recipe.mechanism
-    rate = recipe.batch_size / len(train)
-    steps = max(1, round(recipe.epochs / rate))
-    noise = accounting.calibrate(target_epsilon=recipe.target_epsilon, delta=recipe.target_delta, sample_rate=rate, steps=steps)
-    torch.manual_seed(recipe.seed)
-    model = getattr(dpulr.models, recipe.model)(seed=recipe.seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=recipe.learning_rate, momentum=recipe.momentum)
+    criterion: Any = loss_fn or nn.CrossEntropyLoss()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parts = PrivacyEngine().make_private(
+        wrapped, private, *given, loader = PrivacyEngine().make_private(
             module=model,
             optimizer=optimizer,
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=DataLoader(Batches(train), batch_size=recipe.batch_size, collate_fn=list),
-            noise_multiplier=noise,
-            max_grad_norm=settings.max_grad_norm,
-            grad_sample_mode=settings.mode,
-            poisson_sampling=True,
+            criterion=criterion,
+            data_loader=DataLoader(Batches(data), batch_size=batch_size, shuffle=shuffled, drop_last=shuffled, collate_fn=list),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            grad_sample_mode=mode,
+            poisson_sampling=not shuffled,
         )
-        wrapped, private, loader = parts[0], parts[1], parts[-1]
-        criterion = parts[2] if settings.mode == "ghost" else nn.CrossEntropyLoss()
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        parted: Any = nullcontext(loader)
-        if settings.physical_batch is not None:
-            parted = BatchMemoryManager(data_loader=loader, max_physical_batch_size=settings.physical_batch, optimizer=private)
-        started, taken = time.perf_counter(), 0
-        with parted as batches:
-            while taken < steps:
-                for inputs, targets in batches:
-                    private.zero_grad()
+    criterion = given[0] if given else criterion
+    parted: Any = nullcontext(loader)
+    if physical_batch is not None:
+        parted = BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical_batch, optimizer=private)
+    with parted as batches:
+        while True:
+            for inputs, targets in batches:
+                private.zero_grad()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
                     criterion(wrapped(inputs), targets).backward()
-                    private.step()
-                    if private._is_last_step_skipped:  # a part of a batch that goes on
-                        continue
-                    schedule.step()
-                    taken += 1
-                    if taken == steps:
-                        break
-        seconds = time.perf_counter() - started
-    epsilon = accounting.gaussian_epsilon(noise_multiplier=noise, sample_rate=rate, steps=steps, delta=recipe.target_delta)
+                private.step()
+                if not private._is_last_step_skipped:  # else it was a part of a batch that goes on
+                    yield
+
+
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, batch_size: int) -> Iterator[None]:
+    """The same without privacy: shuffled batches, no clipping, no noise."""
+    loader = DataLoader(Batches(data), batch_size=batch_size, shuffle=True, drop_last=True, collate_fn=list)
+    criterion = nn.CrossEntropyLoss()
+    while True:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+            yield
+
+
+def train(settings: Settings, progress: Progress) -> dict[str, Any]:
+    """DP-SGD at the target epsilon. The noise is calibrated by our accountant, so that both sides spend the same."""
+    train_set, test_set = loading.load_data(settings)
+    rate = settings.batch_size / len(train_set)
+    steps = steps_of(settings.epochs, rate) if settings.steps is None else settings.steps
+    spending: dict[str, Any] = {"delta": settings.target_delta, "sample_rate": rate, "steps": steps}
+    assert settings.target_epsilon is not None
+    noise = accounting.calibrate(target_epsilon=settings.target_epsilon, **spending)
+    torch.manual_seed(settings.seed)
+    model = loading.make_model(settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    each_step = private_steps(
+        model, optimizer, train_set, batch_size=settings.batch_size, noise_multiplier=noise, **settings.mechanism_options
+    )
+    started = time.perf_counter()
+    for taken in range(1, steps + 1):
+        next(each_step)
+        schedule.step()
+        progress(taken / steps)
+    seconds = time.perf_counter() - started
     return {
         "guarantee": "certified",
-        "epsilon": epsilon,
-        "delta": recipe.target_delta,
+        "epsilon": accounting.gaussian_epsilon(noise_multiplier=noise, **spending),
+        "delta": settings.target_delta,
         "steps": steps,
         "sample_rate": rate,
         "noise_multiplier": noise,
-        "test_accuracy": dpulr.evaluate(model, test),
+        "test_accuracy": dpulr.evaluate(model, test_set),
         "seconds": round(seconds, 2),
         "version": dpulr.__version__,
         "torch": torch.__version__,
-        "opacus": opacus.__version__,
+        "opacus": version("opacus"),
     }

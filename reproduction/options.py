@@ -1,167 +1,152 @@
 """What the options of hidden-direction buy, one by one, on held-out training data.
 
-    python -m reproduction.options --groups subspace repeats
-
 MNIST, the paper's MLP, epsilon 1, 5 epochs; the last 10,000 training records are the test set, the rest is trained on. Every
-variant is run with the learning rates of RATES and seed 0, and its best rate again with the other seeds. Results resume from the
-file. Choosing settings this way is not covered by epsilon.
+variant is run with the learning rates of RATES and seed 0, and its best rate again with the other seeds. Choosing settings this
+way is not covered by epsilon.
 """
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from dpulr.mechanisms import HiddenDirection
-from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
-from dpulr.model.replay import Forward
-from dpulr.randomness import Directions
-from dpulr.runs.training import Recipe
-from reproduction.results_file import found
-from reproduction.sweep import mean_and_spread, sweep
+from dpulr.runs.settings import Settings
+from reproduction.certified import SEEDS, accuracy, certified_run
+from reproduction.pages import table
+from reproduction.results_file import described, found
+from reproduction.run import Result, Run
 
 RATES = (0.4, 0.8, 1.6)
-BASE = HiddenDirection(repeats=8, antithetic=False)
-PIXELS = 2
+Variant = dict[str, Any]  # changes to the base; those of the mechanism under "mechanism_options"
+_BASE: dict[str, Any] = {
+    "model": "mlp",
+    "mechanism": "hidden-direction",
+    "repeats": 8,
+    "batch_size": 2_000,
+    "epochs": 5,
+    "target_epsilon": 1.0,
+    "momentum": 0.9,
+    "holdout": 10_000,
+}
+_OPTIONS: dict[str, Any] = {"antithetic": False, "radius": 0.1}
+_EQUAL = [1.0, 1.0, 1.0, 1.0]
 
 
-@dataclass(frozen=True)
-class Shifted(HiddenDirection):
-    """Each of `views` shares of the repeats sees the image moved by up to two pixels. A_ik depends on record and repeat: proved."""
+def variants() -> dict[str, dict[str, Variant]]:
+    """Group: {label: changes}. The last group changes many things at once."""
 
-    views: int = 4
-    name: ClassVar[str] = "hidden-direction, shifted views"
+    def one(**options: Any) -> Variant:
+        repeats = {"repeats": options.pop("repeats")} if "repeats" in options else {}
+        return {"mechanism_options": options, **repeats}
 
-    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundShifted:
-        share = replace(self, repeats=self.repeats // self.views)
-        return BoundShifted(self, share, forward, memory_limit=memory_limit, seed=seed)
-
-
-class BoundShifted(BoundHiddenDirection):
-    def __init__(self, settings: Shifted, share: Shifted, forward: Forward, *, memory_limit: int | None, seed: int) -> None:
-        super().__init__(settings, forward, memory_limit=memory_limit, seed=seed)
-        self.views, self.share = settings.views, share
-
-    def total(self, inputs: Any, targets: Any, directions: Directions) -> Tensor:
-        for coordinates in self.coordinates:
-            coordinates.draw(self._public)
-        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
-        parts = self._parts(total)
-        whole, self.settings = self.settings, self.share
-        for _ in range(self.views):
-            clean = self.forward.surviving(shifted(inputs, directions), targets) if len(targets) else None
-            if clean is not None:
-                self.add(clean, directions, parts)
-        self.settings = whole
-        return total.div_(self.views)
-
-
-def shifted(images: Tensor, directions: Directions) -> Tensor:
-    """Each image moved by up to PIXELS up or down and left or right. What leaves at one side comes in at the other."""
-    height, width = images.shape[-2:]
-    moves = directions.normal(len(images), 2).erf().mul(PIXELS + 0.5).round().long().clamp(-PIXELS, PIXELS)
-    rows = (torch.arange(height) - moves[:, :1]) % height
-    columns = (torch.arange(width) - moves[:, 1:]) % width
-    return images[torch.arange(len(images))[:, None, None], :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
-
-
-def variants() -> dict[str, dict[str, tuple[HiddenDirection, dict[str, Any]]]]:
-    """Group: {label: (mechanism, changes to the recipe)}. The last group changes many things at once."""
-
-    def one(**changes: Any) -> tuple[HiddenDirection, dict[str, Any]]:
-        return replace(BASE, **changes), {}
-
-    def other(**changes: Any) -> tuple[HiddenDirection, dict[str, Any]]:
-        return BASE, changes
-
+    plain = {
+        **one(subspace=None, layer_weights=_EQUAL, antithetic=True),
+        "momentum": 0.0,
+        "schedule": "constant",
+        "dataset": "reproduction.datasets:mnist_unit",
+        "batch_size": 500,
+    }
     return {
         "subspace": {"none" if m is None else str(m): one(subspace=m) for m in (4, 16, 32, 64, None)},
-        "batch size": {str(size): other(batch_size=size) for size in (500, 2_000, 8_000)},
-        "repeats, 4 dimensions each": {str(k): one(repeats=k) for k in (1, 4, 8, 16, 64)},
+        "batch size": {str(size): {"batch_size": size} for size in (500, 2_000, 8_000)},
+        "directions, 4 dimensions each": {str(k): one(repeats=k) for k in (1, 4, 8, 16, 64)},
         "two-sided": {
-            "no, 8 directions": one(),
+            "no, 8 directions": {},
             "yes, 4 directions (as many passes)": one(repeats=4, subspace=32, antithetic=True),
             "yes, 8 directions (twice the passes)": one(antithetic=True),
         },
-        "bit": {"sign": one(), **{f"clip, kappa = {kappa:g}": one(kappa=kappa) for kappa in (0.001, 0.1)}},
-        "frames": {f"{size} directions": one(frames=size) for size in (1, 8)},
-        "last layer": {"hidden": one(), "exact": one(last_layer="exact")},
-        "layer weights": {"auto": one(), "equal": one(layer_weights=(1.0, 1.0, 1.0, 1.0))},
+        "bit": {"sign": {}, **{f"clip, kappa = {kappa:g}": one(kappa=kappa) for kappa in (0.001, 0.1)}},
+        "last layer": {"hidden": {}, "exact": one(last_layer="exact")},
+        "layer weights": {"auto": {}, "equal": one(layer_weights=_EQUAL)},
         "radius": {f"{radius:g}": one(radius=radius) for radius in (0.01, 0.03, 0.1, 0.3)},
-        "momentum": {f"{beta:g}": other(momentum=beta) for beta in (0.0, 0.9)},
-        "schedule": {"cosine": other(), "constant": other(schedule="constant")},
-        "averaging": {
-            "none": other(),
-            "EMA 0.95": other(average=0.95),
-            "EMA 0.95, constant rate": other(average=0.95, schedule="constant"),
-        },
-        "views": {"one": one(), "4, moved by up to 2 pixels": (Shifted(**vars(BASE)), {})},
+        "momentum": {f"{beta:g}": {"momentum": beta} for beta in (0.0, 0.9)},
+        "schedule": {"cosine": {}, "constant": {"schedule": "constant"}},
         "inputs": {
-            "(x - 0.1) / 0.3": other(),
-            "x in [0, 1]": other(rescale=(0.1, 0.3)),
-            "x in [-1, 1]": other(rescale=(-0.8, 0.6)),
+            "(x - 0.1) / 0.3": {},
+            "x in [0, 1]": {"dataset": "reproduction.datasets:mnist_unit"},
+            "x in [-1, 1]": {"dataset": "reproduction.datasets:mnist_symmetric"},
         },
         "together": {
-            "all as above": other(),
-            "all plain": (
-                HiddenDirection(repeats=8, subspace=None, layer_weights=(1.0, 1.0, 1.0, 1.0)),
-                {"momentum": 0.0, "schedule": "constant", "rescale": (0.1, 0.3), "batch_size": 500},
-            ),
+            "all as above": {},
+            "all plain": plain,
             "16 directions, radius 0.03": one(repeats=16, radius=0.03),
             "32 directions, 64 dimensions, radius 0.03": one(repeats=32, subspace=64, radius=0.03),
         },
     }
 
 
-def recipes(mechanism: HiddenDirection, changes: dict[str, Any], seed: int) -> list[Recipe]:
-    """One recipe for each learning rate. Momentum changes what a rate means: the sum of a step's effects is kept."""
-    settings = {"batch_size": 2_000, "epochs": 5, "target_epsilon": 1.0, "holdout": 10_000, "seed": seed} | changes
-    scale = (1 - settings.get("momentum", 0.9)) / 0.1
-    return [Recipe(mechanism, learning_rate=round(scale * rate, 3), **settings) for rate in RATES]
+def runs(variant: Variant, seed: int) -> list[Run]:
+    """One run for each learning rate. Momentum changes what a rate means: the sum of a step's effects is kept."""
+    options = _OPTIONS | variant.get("mechanism_options", {})
+    values = _BASE | {name: value for name, value in variant.items() if name != "mechanism_options"}
+    scale = (1 - values["momentum"]) / 0.1
+    rates = [round(scale * rate, 3) for rate in RATES]
+    return [Run(Settings(**values, learning_rate=rate, seed=seed, mechanism_options=options)) for rate in rates]
 
 
-def best(results: list[dict[str, Any]]) -> int:
+def stages(groups: Sequence[str], seeds: int) -> Iterator[list[Run]]:
+    """All rates with seed 0; then, once their results are there, the best rate with the other seeds."""
+    chosen = [variant for group in groups for variant in variants()[group].values()]
+    yield [run for variant in chosen for run in runs(variant, 0)]
+    tried = [(variant, best(found(runs(variant, 0)))) for variant in chosen if len(found(runs(variant, 0))) == len(RATES)]
+    yield [runs(variant, seed)[rate] for variant, rate in tried for seed in range(1, seeds)]
+
+
+def best(results: Sequence[Result]) -> int:
     return max(range(len(results)), key=lambda i: results[i]["test_accuracy"])
 
 
-def markdown(seeds: int, file: Path) -> str:
+def markdown(seeds: int = SEEDS) -> str:
     """What has been run, as tables."""
-    lines = []
+    parts = []
     for group, members in variants().items():
         rows = []
         for label, variant in members.items():
-            first = found(recipes(*variant, 0), file)
-            if len(first) < len(RATES):
-                continue
-            chosen = best(first)
-            results = found([recipes(*variant, seed)[chosen] for seed in range(seeds)], file)
-            mean, spread = mean_and_spread(results)
-            rate = results[0]["recipe"]["learning_rate"]
-            rows.append(
-                f"| {label} | {100 * mean:.2f} ± {100 * spread:.2f} ({len(results)}) | {rate:g} | {first[chosen]['seconds']:.0f} |"
-            )
-        if rows:
-            lines += [f"| {group} | accuracy (%) | learning rate | seconds |", "|---|---|---|---|", *rows, ""]
-    return "\n".join(lines) or "Not run yet."
+            first = found(runs(variant, 0))
+            if len(first) == len(RATES):
+                chosen = best(first)
+                results = found(runs(variant, seed)[chosen] for seed in range(seeds))
+                rate = results[0]["run"]["learning_rate"]
+                rows.append([label, accuracy(results), f"{rate:g}", f"{first[chosen]['seconds']:.0f}"])
+        parts += [table([group, "accuracy (%)", "learning rate", "seconds"], rows)] if rows else []
+    return "\n\n".join(parts) or "Not run yet."
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", nargs="*", choices=list(variants()), default=list(variants()), help="which to run")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=Path("results/options.json"))
-    options = parser.parse_args()
-    for group in options.groups:
-        for variant in variants()[group].values():
-            chosen = best(sweep(recipes(*variant, 0), options.results))
-            sweep([recipes(*variant, seed)[chosen] for seed in range(1, options.seeds)], options.results)
-    print(markdown(options.seeds, options.results))
+def removed(seeds: int = SEEDS) -> str:
+    """What is no longer in the package, from results that stay: the variants at their best rates."""
+    every = described("held-out.json", epochs=5)
+
+    def trained(**wanted: Any) -> str:
+        results = [r for r in every if all(r["run"].get(n, r["run"]["mechanism_options"].get(n)) == v for n, v in wanted.items())]
+        rate = max((r for r in results if r["run"]["seed"] == 0), key=lambda r: r["test_accuracy"])["run"]["learning_rate"]
+        return accuracy([r for r in results if r["run"]["learning_rate"] == rate][:seeds])
+
+    base = found([runs({}, seed)[best(found(runs({}, 0)))] for seed in range(seeds)])
+    rows = [
+        ["as above", accuracy(base)],
+        ["8 orthonormal directions (a frame)", trained(frames=8)],
+        ["moving average of the weights, 0.95", trained(average=0.95, schedule="cosine")],
+        ["moving average of the weights, 0.95, constant rate", trained(average=0.95, schedule="constant")],
+        ["4 views, moved by up to 2 pixels", trained(views=4)],
+    ]
+    return table(["removed", "accuracy (%)"], rows)
 
 
-if __name__ == "__main__":
-    main()
+def longer_runs(seed: int) -> dict[str, Run]:
+    """Over 25 epochs at epsilon 0.80, with the settings of the table: what is left of the options that gained over 5."""
+    base = {"epochs": 25, "holdout": 10_000}
+    options = certified_run("mnist", "hidden-direction", 0.8016, seed).settings.mechanism_options
+    return {
+        "as in the table": certified_run("mnist", "hidden-direction", 0.8016, seed, **base),
+        "exact last layer": certified_run(
+            "mnist", "hidden-direction", 0.8016, seed, **base, mechanism_options={**options, "last_layer": "exact"}
+        ),
+        "constant rate, half of it": certified_run(
+            "mnist", "hidden-direction", 0.8016, seed, **base, schedule="constant", learning_rate=0.1
+        ),
+    }
+
+
+def longer(seeds: int = 2) -> str:
+    rows = [[label, accuracy(found(longer_runs(seed)[label] for seed in range(seeds)))] for label in longer_runs(0)]
+    return table(["25 epochs, epsilon 0.80", "accuracy (%)"], rows)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from dpulr.audit.games import BatchGame
 from dpulr.audit.one_step import play
 from dpulr.audit.verdict import Verdict
-from dpulr.mechanisms import Paper
-from dpulr.paper.mechanism import Remedy
+from dpulr.paper.mechanism import Paper, Remedy
 
 _FEATURES, _CLASSES, _RECORDS = 8, 5, 64
 
@@ -22,7 +21,8 @@ _FEATURES, _CLASSES, _RECORDS = 8, 5, 64
 @dataclass(frozen=True)
 class PaperSetting:
     """`canary`: ordinary, large (100 times an ordinary record), feature (one that all others have zero), weak (10 long, along the
-    direction in which the other records have least)."""
+    direction in which the other records have least). `trials`: as many as it takes to refute the claim with room to spare, where
+    it can be refuted at all."""
 
     remedy: Remedy
     canary: str
@@ -78,13 +78,13 @@ def _data(kind: str) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
 PAPER_SETTINGS = (
     PaperSetting("auto", "feature", 16, 3_000),
     PaperSetting("auto", "large", 64, 3_000),
-    PaperSetting("auto", "weak", 64, 3_000),
+    PaperSetting("auto", "weak", 64, 12_000),
     PaperSetting("auto", "ordinary", 64, 3_000),
     PaperSetting("extra-noise", "feature", 4, 100_000),
     PaperSetting("extra-noise", "large", 64, 3_000),
     PaperSetting("extra-noise", "weak", 16, 3_000, 2.0),
     PaperSetting("extra-noise", "ordinary", 16, 3_000),
-    PaperSetting("parameters", "weak", 256, 2_000),
-    PaperSetting("parameters", "large", 64, 3_000, 2.0),
-    PaperSetting("parameters", "feature", 64, 3_000),
+    PaperSetting("parameters", "weak", 256, 4_000),
+    PaperSetting("parameters", "large", 64, 12_000, 2.0),
+    PaperSetting("parameters", "feature", 64, 12_000),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from dpulr.accounting.shortcuts import gaussian_epsilon, hidden_direction_epsilon
 from dpulr.paper.nominal import paper_nominal
+from reproduction.pages import table
 
 DATASET_SIZE, EPOCHS, DELTA = 60_000, 25, 1e-5
 DIMS = (128, 64, 32, 10)
@@ -58,20 +59,12 @@ def paper_settings() -> list[PaperSetting]:
     return rows
 
 
-def markdown(rows: list[PaperSetting]) -> str:
+def markdown() -> str:
     """The rows as a table."""
-    lines = [
-        "| batch | sigma0 | paper's nominal epsilon | conditions violated | gaussian, clipped jointly | "
-        "gaussian, 4 layers clipped one by one | hidden-direction, 4 layers |",
-        "|---|---|---|---|---|---|---|",
+    heads = ["batch", "sigma0", "paper's nominal epsilon", "conditions violated", "gaussian, clipped jointly"]
+    rows = [
+        [f"{row.batch_size}", f"{row.target_std:g}", f"{row.nominal:.3f}", "; ".join(row.violated) or "none"]
+        + [f"{value:.3f}" for value in (row.joint, row.by_layer, row.hidden)]
+        for row in paper_settings()
     ]
-    for row in rows:
-        lines.append(
-            f"| {row.batch_size} | {row.target_std:g} | {row.nominal:.3f} | {'; '.join(row.violated) or 'none'} | "
-            f"{row.joint:.3f} | {row.by_layer:.3f} | {row.hidden:.3f} |"
-        )
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown(paper_settings()))
+    return table([*heads, "gaussian, 4 layers clipped one by one", "hidden-direction, 4 layers"], rows)

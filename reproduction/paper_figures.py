@@ -8,30 +8,31 @@ from pathlib import Path
 from typing import Any
 
 from dpulr import accounting
-from dpulr.accounting.events import Charge, PaperRelease, SampledStep
-from dpulr.paper.nominal import nominal_of
+from dpulr.accounting.events import Charge, SampledStep
+from dpulr.paper.nominal import PaperRelease, nominal_of
+from reproduction.certified import DPSGD, EPOCHS, HIDDEN, RECORDS, SEEDS, comparisons, results_of
 from reproduction.paper_numbers import TABLE1
-from reproduction.paper_runs import DELTA, PaperRun
+from reproduction.paper_runs import DELTA, method_of
 from reproduction.paper_tables import CIFAR, cifar_runs, table1_runs
-from reproduction.results_file import found
+from reproduction.results_file import found, mean_and_spread
+from reproduction.run import Run
 
 NOISES = (1.0, 4.0, 8.0)
-RECORDS = 60_000
-ULR, SGD, EPSILON = "#1f6fb4", "#c8553d", "#555555"
+OURS, THEIRS, GREY, EPSILON = "#1f6fb4", "#c8553d", "#8a8a8a", "#555555"
 
 
-def dynamics_runs(seed: int, epochs: int, **more: Any) -> list[PaperRun]:
-    """The runs of the table that the figure shows."""
-    return [run for batch in TABLE1 for sigma0 in NOISES for run in table1_runs(batch, sigma0, seed, epochs, **more)]
+def dynamics_runs(seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:
+    """The runs of table 1 that the figure shows."""
+    return [run for batch in TABLE1 for sigma0 in NOISES for run in table1_runs(batch, sigma0, seed, epochs, **changes)]
 
 
-def dynamics(file: Path, seed: int, epochs: int, **more: Any) -> list[dict[str, Any]]:
+def dynamics(seed: int = 0, epochs: int = EPOCHS, **changes: Any) -> list[dict[str, Any]]:
     """A panel for each sample rate and noise: accuracies and three epsilons by epoch."""
     panels = []
     for batch in TABLE1:
         for sigma0 in NOISES:
-            runs = {run.method: found([run], file) for run in table1_runs(batch, sigma0, seed, epochs, **more)}
-            curves = {method: results[0]["curve"] for method, results in runs.items() if results}
+            results = found(table1_runs(batch, sigma0, seed, epochs, **changes))
+            curves = {method_of(result["run"]): result["curve"] for result in results}
             longest = max((len(curve) for curve in curves.values()), default=0)
             rows = [_epsilons(batch, sigma0, epoch) for epoch in range(1, longest + 1)]
             panels.append({"batch_size": batch, "target_std": sigma0, "seed": seed, "curves": curves, "epsilons": rows})
@@ -55,7 +56,7 @@ def draw_dynamics(panels: Sequence[dict[str, Any]], path: Path) -> None:
     plt = _pyplot()
     figure, axes = plt.subplots(3, 3, figsize=(13, 10), layout="constrained", sharex=True)
     for axis, panel in zip(axes.flat, panels, strict=True):
-        for method, color in (("dp-ulr", ULR), ("dp-sgd", SGD)):
+        for method, color in (("dp-ulr", OURS), ("dp-sgd", THEIRS)):
             _accuracies(axis, panel["curves"].get(method, []), method, color)
         axis.set_ylim(0, 100)
         axis.set_title(f"batch {panel['batch_size']}, sigma0 = {panel['target_std']:g}", fontsize=10)
@@ -80,14 +81,13 @@ def draw_dynamics(panels: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_cifar(file: Path, seed: int, epochs: int, path: Path, **more: Any) -> None:
+def draw_cifar(path: Path, seed: int = 0, epochs: int = EPOCHS, **changes: Any) -> None:
     plt = _pyplot()
-    labels = ["dp-sgd", *CIFAR]
-    figure, axes = plt.subplots(1, len(labels), figsize=(15, 4), layout="constrained", sharey=True)
-    for axis, label in zip(axes, labels, strict=True):
-        results = found(cifar_runs(label, seed, epochs, **more), file)
+    figure, axes = plt.subplots(1, len(CIFAR), figsize=(15, 4), layout="constrained", sharey=True)
+    for axis, label in zip(axes, CIFAR, strict=True):
+        results = found(cifar_runs(label, seed, epochs, **changes))
         for result in results:
-            _accuracies(axis, result["curve"], result["recipe"]["method"], SGD if label == "dp-sgd" else ULR)
+            _accuracies(axis, result["curve"], method_of(result["run"]), THEIRS if label == "dp-sgd" else OURS)
             axis.set_title(f"{_panel(label)}\nnominal epsilon {result['nominal_epsilon']:.2f}", fontsize=10)
         if not results:
             axis.set_title(f"{_panel(label)}\nnot run", fontsize=10)
@@ -98,6 +98,36 @@ def draw_cifar(file: Path, seed: int, epochs: int, path: Path, **more: Any) -> N
     axes[0].set_ylabel("accuracy, %")
     figure.suptitle("ResNet-5 on CIFAR-10: accuracy by epoch (dotted: training). Epsilons are nominal: no guarantee", fontsize=10)
     figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_certified(dataset: str, path: Path) -> None:
+    """Accuracy against epsilon, mean and spread over the seeds."""
+    plt = _pyplot()
+    chosen = comparisons()[dataset]
+    figure, axis = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    labels = {HIDDEN: "hidden-direction (forward passes only)", DPSGD: "DP-SGD, Opacus (backpropagation)"}
+    for method, color, marker in ((HIDDEN, OURS, "o"), (DPSGD, THEIRS, "s")):
+        results = {epsilon: results_of(dataset, method, epsilon, SEEDS) for epsilon in sorted(chosen.epsilons)}
+        points = [(epsilon, *mean_and_spread(found)) for epsilon, found in results.items() if found]
+        if points:
+            epsilons, means, spreads = zip(*points, strict=True)
+            style: dict[str, Any] = {"marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1.4}
+            axis.errorbar(epsilons, means, spreads, color=color, label=labels[method], **style)
+    axis.set_xscale("log")
+    if dataset == "mnist":
+        best = [max(columns[1::2]) for row in TABLE1.values() for columns in row.values()]
+        axis.plot(chosen.epsilons, best, "x", color=GREY, label="the better of the paper's two columns")
+    else:
+        axis.set_xticks(chosen.epsilons, [f"{epsilon:g}" for epsilon in chosen.epsilons])
+        axis.minorticks_off()
+    axis.set_xlabel("epsilon (delta = 1e-5)")
+    axis.set_ylabel("test accuracy (%)")
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, loc="lower right")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    figure.savefig(path, dpi=130)
     plt.close(figure)
 
 

@@ -1,4 +1,4 @@
-"""The paper's tables and its CIFAR-10 figure: which runs they need, and our numbers beside the paper's, as Markdown.
+"""The paper's tables: which runs they need, and our numbers beside the paper's.
 
 K and the standard deviation of the injected noise are ours: chosen on the last 10,000 training records, never on the test set.
 """
@@ -7,143 +7,172 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from dpulr.mechanisms import ZerothOrder
-from dpulr.runs.training import Recipe
+from reproduction.certified import DPSGD, EPOCHS, HIDDEN, NAMES, SEEDS, accuracy, certified_run, epsilon_of
+from reproduction.pages import table
 from reproduction.paper_numbers import MODEL_SIZE, TABLE1
-from reproduction.paper_runs import AS_LOADED, PaperRun
+from reproduction.paper_runs import SIGMA, method_of, paper_run
 from reproduction.results_file import found
-from reproduction.table import epsilon_of, recipe
+from reproduction.run import Result, Run
 
 SETTINGS = {f"{batch}:{sigma0:g}": (batch, sigma0) for batch, row in TABLE1.items() for sigma0 in row}  # of table 1
 SIZES = {f"{batch}:{model}": (batch, model) for batch, row in MODEL_SIZE.items() for model in row}
-METHODS = ("dp-ulr", "dp-sgd", "hidden-direction", "dp-sgd-tuned")  # of table 1: the paper's two, and two certified ones
-REPEATS, SIGMA = 16, 1.0
-EPOCHS = 25
-
-CIFAR = {"50:5": (1_000, 5.0), "25:8": (2_000, 8.0), "25:4": (2_000, 4.0)}  # 1/q : sigma0, as the paper names its panels
+MODELS = {"small": "mlp", "medium": "reproduction.models:medium", "large": "reproduction.models:large"}
+CIFAR = {"dp-sgd": (64, 1.0), "50:5": (1_000, 5.0), "25:8": (2_000, 8.0), "25:4": (2_000, 4.0)}  # 1/q : sigma0, as in the paper
 CIFAR_REPEATS = 2
 REPEAT_STUDY = (4, 16, 64)
 ZEROTH_ORDER_RATE = 30.0  # held-out accuracy after 3 epochs: 34, 58, 77 and 80 % at 1, 3, 10 and 30
 
 
-def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
+# --- runs -----------------------------------------------------------------------------------------------------------------
+def table1_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:
     """DP-ULR and the paper's DP-SGD for one setting."""
-    own = {"repeats": REPEATS, "sigma": SIGMA} | more
-    shared = {name: value for name, value in own.items() if name not in ("repeats", "sigma")}
-    return [PaperRun("dp-ulr", batch, sigma0, epochs, seed, **own), PaperRun("dp-sgd", batch, sigma0, epochs, seed, **shared)]
+    methods: tuple[Any, Any] = ("dp-ulr", "dp-sgd")
+    return [paper_run(method, batch, sigma0, epochs=epochs, seed=seed, **changes) for method in methods]
 
 
-def certified_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS) -> list[Recipe]:
+def certified_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS) -> list[Run]:
     """Hidden-direction and tuned DP-SGD at what the Gaussian mechanism with noise sigma0 costs: both certified."""
     epsilon = epsilon_of(batch, sigma0, epochs)
-    return [recipe("mnist", method, epsilon, seed, epochs=epochs) for method in ("hidden-direction", "dp-sgd")]
+    return [certified_run("mnist", method, epsilon, seed, epochs=epochs) for method in (HIDDEN, DPSGD)]
 
 
-def model_size_runs(batch: int, model: str, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
-    return [replace(setting, model=model) for setting in table1_runs(batch, 8.0, seed, epochs, **more)]
+def model_size_runs(batch: int, model: str, seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:
+    return table1_runs(batch, 8.0, seed, epochs, model=MODELS[model], **changes)
 
 
-def cifar_runs(label: str, seed: int, epochs: int, **more: Any) -> list[PaperRun]:
-    common: dict[str, Any] = {"dataset": "cifar10", "model": "resnet5", "epochs": epochs, "seed": seed, "rescale": AS_LOADED}
-    if label == "dp-sgd":
-        return [PaperRun("dp-sgd", 64, 1.0, **common)]
+def cifar_runs(label: str, seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:
+    common: dict[str, Any] = {"dataset": "cifar10", "model": "resnet5", "epochs": epochs, "seed": seed}
+    method: Any = "dp-sgd" if label == "dp-sgd" else "dp-ulr"
     batch, sigma0 = CIFAR[label]
-    return [PaperRun("dp-ulr", batch, sigma0, **common, **({"repeats": CIFAR_REPEATS, "sigma": SIGMA} | more))]
+    return [paper_run(method, batch, sigma0, **(common | {"repeats": CIFAR_REPEATS, "sigma": SIGMA} | changes))]
 
 
-def repeats_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **more: Any) -> list[PaperRun]:
-    return [table1_runs(batch, sigma0, seed, epochs, **(more | {"repeats": repeats}))[0] for repeats in REPEAT_STUDY]
+def repeats_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:
+    return [table1_runs(batch, sigma0, seed, epochs, **(changes | {"repeats": repeats}))[0] for repeats in REPEAT_STUDY]
 
 
-def plain_runs(seed: int, epochs: int = EPOCHS) -> list[PaperRun]:
-    """Without noise for privacy: SGD, and ULR, which is clipped all the same."""
-    return [PaperRun("sgd", 500, 0.0, epochs, seed), PaperRun("ulr", 500, 0.0, epochs, seed, repeats=REPEATS, sigma=SIGMA)]
-
-
-def forward_runs(seed: int, epochs: int = EPOCHS) -> list[Recipe]:
-    """The certified methods that need forward passes only, at one epsilon."""
+def baseline_runs(seed: int, epochs: int = EPOCHS) -> list[Run]:
+    """Batches of 500. Without noise: SGD and ULR. Certified, forward passes only, one epsilon: zeroth-order, hidden-direction."""
     epsilon = epsilon_of(500, 1.0, epochs)
-    zeroth: dict[str, Any] = {"target_epsilon": epsilon, "epochs": epochs, "seed": seed, "batch_size": 500}
-    return [Recipe(ZerothOrder(), learning_rate=ZEROTH_ORDER_RATE, **zeroth), certified_runs(500, 1.0, seed, epochs)[0]]
+    zeroth: dict[str, Any] = {"mechanism": "zeroth-order", "repeats": 16, "batch_size": 500, "learning_rate": ZEROTH_ORDER_RATE}
+    return [
+        paper_run("sgd", 500, epochs=epochs, seed=seed),
+        paper_run("ulr", 500, epochs=epochs, seed=seed),
+        certified_run("mnist", HIDDEN, epsilon, seed, epochs=epochs, **zeroth, mechanism_options={}),
+        certified_run("mnist", HIDDEN, epsilon, seed, epochs=epochs),
+    ]
 
 
 # --- as Markdown ----------------------------------------------------------------------------------------------------------
-def table1(settings: Sequence[tuple[int, float]], file: Path, certified: Path, seeds: int, epochs: int, **more: Any) -> str:
-    """The paper's numbers, ours of the same methods, and what certified methods reach."""
-    heads = ["batch", "sigma0", "DP-ULR, paper", "DP-ULR, ours", "DP-SGD, paper", "DP-SGD as in the paper, ours"]
-    heads += ["epsilon", "hidden-direction (certified)", "DP-SGD tuned (certified)"]
+_PAIRS = ["DP-ULR, paper", "DP-ULR, ours", "DP-SGD, paper", "DP-SGD as in the paper, ours"]
+
+
+def table1(
+    settings: Sequence[tuple[int, float]] = tuple(SETTINGS.values()),
+    seeds: int = SEEDS,
+    epochs: int = EPOCHS,
+    *,
+    certified: bool = False,
+    **changes: Any,
+) -> str:
+    """The paper's numbers and ours of the same methods; `certified`: and what certified methods reach."""
     rows = []
     for batch, sigma0 in settings:
-        ours = _by_method([table1_runs(batch, sigma0, seed, epochs, **more) for seed in range(seeds)], file)
-        proved = _by_method([certified_runs(batch, sigma0, seed, epochs) for seed in range(seeds)], certified)
-        paper = TABLE1[batch][sigma0]
-        row = [f"{batch}", f"{sigma0:g}", f"{paper[0]:.2f} / {paper[1]:.2f}", both(ours[0])]
-        row += [f"{paper[2]:.2f} / {paper[3]:.2f}", both(ours[1], best=True), f"{epsilon_of(batch, sigma0, epochs):.3f}"]
-        rows.append([*row, *map(_validation, proved)])
-    return _markdown(heads, rows)
+        ours = _by_method([table1_runs(batch, sigma0, seed, epochs, **changes) for seed in range(seeds)])
+        row = [f"{batch}", f"{sigma0:g}", *_beside(TABLE1[batch][sigma0], ours)]
+        if certified:
+            proved = _by_method([certified_runs(batch, sigma0, seed, epochs) for seed in range(seeds)])
+            row += [f"{epsilon_of(batch, sigma0, epochs):.3f}", *map(accuracy, proved)]
+        rows.append(row)
+    more = ["epsilon", *(f"{NAMES[method]}, certified" for method in (HIDDEN, DPSGD))] if certified else []
+    return table(["batch", "sigma0", *_PAIRS, *more], rows)
 
 
-def model_size(settings: Sequence[tuple[int, str]], file: Path, seeds: int, epochs: int, **more: Any) -> str:
-    heads = ["batch", "model", "DP-ULR, paper", "DP-ULR, ours", "DP-SGD, paper", "DP-SGD as in the paper, ours"]
+def model_size(
+    settings: Sequence[tuple[int, str]] = tuple(SIZES.values()), seeds: int = SEEDS, epochs: int = EPOCHS, **changes: Any
+) -> str:
     rows = []
     for batch, model in settings:
-        ours = _by_method([model_size_runs(batch, model, seed, epochs, **more) for seed in range(seeds)], file)
-        paper = MODEL_SIZE[batch][model]
-        row = [f"{batch}", model, f"{paper[0]:.2f} / {paper[1]:.2f}", both(ours[0])]
-        rows.append([*row, f"{paper[2]:.2f} / {paper[3]:.2f}", both(ours[1], best=True)])
-    return _markdown(heads, rows)
+        ours = _by_method([model_size_runs(batch, model, seed, epochs, **changes) for seed in range(seeds)])
+        rows.append([f"{batch}", model, *_beside(MODEL_SIZE[batch][model], ours)])
+    return table(["batch", "model", *_PAIRS], rows)
 
 
-def growth(settings: Sequence[tuple[int, float]], file: Path) -> str:
-    """How long the vector of all parameters is after the first and the last epoch of seed 0."""
+def listing(runs: Sequence[Run]) -> str:
+    """One line per run: for figures whose numbers the paper does not print."""
     rows = []
-    for batch, sigma0 in settings:
-        ends = []
-        for results in _by_method([table1_runs(batch, sigma0, 0)], file):
-            ends += [f"{point['parameter_norm']:.0f}" for result in results for point in (result["curve"][0], result["curve"][-1])]
-        rows += [[f"{batch}", f"{sigma0:g}", *ends]] if len(ends) == 4 else []
-    return _markdown(["batch", "sigma0", "DP-ULR, epoch 1", "DP-ULR, epoch 25", "DP-SGD, epoch 1", "DP-SGD, epoch 25"], rows)
-
-
-def listing(runs: Sequence[PaperRun], file: Path) -> str:
-    """One line a run: for figures whose numbers the paper does not print."""
-    rows = []
-    for result in found(runs, file):
-        setting = result["recipe"]
-        curve = ", ".join(f"{100 * point['test_accuracy']:.1f}" for point in result["curve"])
+    for result in found(runs):
+        run = result["run"]
         rows.append(
             [
-                setting["method"],
-                f"{setting['batch_size']}",
-                f"{setting['target_std']:g}",
-                f"{setting.get('repeats', '')}",
-                f"{setting['seed']}",
-                both([result]),
-                curve,
+                method_of(run),
+                f"{run['batch_size']}",
+                f"{run['noise_multiplier']:g}",
+                f"{run['repeats'] or ''}",
+                f"{run['seed']}",
+                _both([result]),
+                ", ".join(f"{100 * point['test_accuracy']:.1f}" for point in result["curve"]),
                 f"{result['nominal_epsilon']:.3f}",
                 f"{result['seconds']:.0f}",
             ]
         )
     heads = ["method", "batch", "sigma0", "K", "seed", "training / validation", "validation by epoch", "nominal epsilon", "seconds"]
-    return _markdown(heads, rows)
+    return table(heads, rows)
 
 
-def baselines(file: Path, certified: Path, seeds: int, epochs: int) -> str:
+def baselines(seeds: int = SEEDS, epochs: int = EPOCHS) -> str:
     """The methods beside the paper's: without privacy, and certified."""
     rows = []
-    for results in _by_method([plain_runs(seed, epochs) for seed in range(seeds)], file):
-        rows += [[results[0]["recipe"]["method"], "none", _validation(results)]] if results else []
-    for results in _by_method([forward_runs(seed, epochs) for seed in range(seeds)], certified):
-        name = results[0]["recipe"]["mechanism"]["name"] if results else ""
-        rows += [[name, f"{results[0]['epsilon']:.3f}", _validation(results)]] if results else []
-    return _markdown(["method", "epsilon", "validation"], rows)
+    for results in _by_method([baseline_runs(seed, epochs) for seed in range(seeds)]):
+        for first in results[:1]:
+            paper = first["run"]["loop"] == "paper"
+            name = {"sgd": "SGD", "ulr": "ULR"}[method_of(first["run"])] if paper else first["run"]["mechanism"]
+            rows.append([name, "no privacy" if paper else f"{first['epsilon']:.3f}", accuracy(results)])
+    return table(["method", "epsilon", "validation"], rows)
 
 
-def both(results: Sequence[dict[str, Any]], *, best: bool = False) -> str:
+def growth(settings: Sequence[tuple[int, float]] = tuple(SETTINGS.values())) -> str:
+    """How long the vector of all parameters is after the first and the last epoch of seed 0."""
+    rows = []
+    for batch, sigma0 in settings:
+        curves = [result["curve"] for results in _by_method([table1_runs(batch, sigma0, 0)]) for result in results]
+        ends = [f"{point['parameter_norm']:.0f}" for curve in curves for point in (curve[0], curve[-1])]
+        rows += [[f"{batch}", f"{sigma0:g}", *ends]] if len(ends) == 4 else []
+    return table(["batch", "sigma0", "DP-ULR, epoch 1", "DP-ULR, epoch 25", "DP-SGD, epoch 1", "DP-SGD, epoch 25"], rows)
+
+
+# --- what the tables say, in sentences --------------------------------------------------------------------------------------
+def differences() -> str:
+    """How far ours are from the paper's, by batch size: the validation accuracy, ours minus the paper's."""
+    rows = []
+    for batch, row in TABLE1.items():
+        gaps: tuple[list[float], list[float]] = ([], [])
+        for sigma0, paper in row.items():
+            ulr, sgd = _by_method([table1_runs(batch, sigma0, seed) for seed in range(SEEDS)])
+            if ulr and sgd:
+                gaps[0].append(statistics.mean(100 * result["test_accuracy"] for result in ulr) - paper[1])
+                gaps[1].append(statistics.mean(100 * result["best_accuracy"] for result in sgd) - paper[3])
+        rows.append([f"{batch}", *(f"{min(gap):+.1f} to {max(gap):+.1f}" if gap else "-" for gap in gaps)])
+    return table(["batch", "DP-ULR: points above the paper", "DP-SGD: points above the paper"], rows)
+
+
+def torch_start() -> str:
+    """DP-SGD at batch 500 with torch's own initial weights."""
+    runs = [paper_run("dp-sgd", 500, sigma0, model="reproduction.models:torch_start") for sigma0 in TABLE1[500]]
+    cells = [[f"{100 * result['best_accuracy']:.1f}" for result in found([run])] for run in runs]
+    return table(
+        ["sigma0", *(f"{sigma0:g}" for sigma0 in TABLE1[500])], [["validation, %", *(cell[0] if cell else "-" for cell in cells)]]
+    )
+
+
+def _beside(paper: tuple[float, float, float, float], ours: Sequence[Sequence[Result]]) -> list[str]:
+    first, second = f"{paper[0]:.2f} / {paper[1]:.2f}", f"{paper[2]:.2f} / {paper[3]:.2f}"
+    return [first, _both(ours[0]), second, _both(ours[1], best=True)]
+
+
+def _both(results: Sequence[Result], *, best: bool = False) -> str:
     """Training / validation accuracy with the spread over seeds and their number. `best`: the best epoch's, as the paper has it."""
     if not results:
         return "-"
@@ -160,15 +189,6 @@ def _spread(values: Sequence[float]) -> str:
     return f"{text} ± {statistics.stdev(values):.2f}" if len(values) > 1 else text
 
 
-def _validation(results: Sequence[dict[str, Any]]) -> str:
-    return f"{_spread([100 * result['test_accuracy'] for result in results])} ({len(results)})" if results else "-"
-
-
-def _by_method(pairs: Sequence[Sequence[PaperRun | Recipe]], file: Path) -> list[list[dict[str, Any]]]:
-    """What has been run of each method, from one pair of runs a seed."""
-    return [found(runs, file) for runs in zip(*pairs, strict=True)]
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _by_method(seeds: Sequence[Sequence[Run]]) -> list[list[Result]]:
+    """What has been run of each method, from one list of runs per seed."""
+    return [found(runs) for runs in zip(*seeds, strict=True)]

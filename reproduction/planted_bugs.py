@@ -1,29 +1,30 @@
 """Mechanisms with a bug planted in them. The audit is worth something only if it refutes each: they are its own tests.
 
-Each bug changes one thing in the code that trains, and leaves the claim as it was.
+Each bug changes one thing in what trains, and leaves the claim as it was (or, once, changes the claim alone). They are planted
+where anybody may put something of their own: a mechanism, a source of randomness, a claim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpulr.audit.games import BatchGame, Game, RowsGame, linear_loss
-from dpulr.audit.one_step import lone, play
+from dpulr.audit.games import BatchGame, Game, RowsGame, linear_loss, single_canary_game
+from dpulr.audit.one_step import play
 from dpulr.audit.verdict import Verdict
-from dpulr.engine import PrivacyEngine
 from dpulr.mechanisms import Gaussian, HiddenDirection
-from dpulr.mechanisms.gaussian import BoundGaussian
-from dpulr.mechanisms.hidden_direction import BoundHiddenDirection
-from dpulr.model.replay import Forward
-from dpulr.randomness import GaussianNoise
+from dpulr.mechanisms.base import Batch
+from dpulr.mechanisms.gaussian import FittedGaussian
+from dpulr.mechanisms.hidden_direction import FittedHiddenDirection
+from dpulr.model.forward import Forward
+from dpulr.model.sites import Bases
+from dpulr.plan import Plan
+from dpulr.randomness import Directions, GaussianNoise, RandomSource
 
 
 @dataclass(frozen=True)
@@ -36,126 +37,126 @@ class Bug:
     trials: int
 
     def audit(self, *, seed: int | None = None, trials: int | None = None, **options: Any) -> Verdict:
-        return replace(
-            play(self.game(seed), canary=self.name, trials=self.trials if trials is None else trials, **options),
-            settings={"bug": self.what},
-        )
+        trials = self.trials if trials is None else trials
+        return replace(play(self.game(seed), canary=self.name, trials=trials, **options), settings={"bug": self.what})
 
 
-# --- noise ------------------------------------------------------------------------------------------------------------
-class _HalvedNoise(BoundGaussian):
-    @property
-    def noise_std(self) -> float:
-        return super().noise_std / 2
+# --- mechanisms -----------------------------------------------------------------------------------------------------------
+class _HalvedNoise(FittedGaussian):
+    def privatise(self, total: Any, noise: Tensor) -> Tensor:
+        return super().privatise(total, noise / 2)
 
 
 class HalvedNoise(Gaussian):
-    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundGaussian:
-        return _HalvedNoise(self, forward, memory_limit=memory_limit, seed=seed)
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedGaussian:
+        return _HalvedNoise(self, forward, plan, memory_limit=memory_limit, seed=seed)
 
 
-class RepeatedNoise(GaussianNoise):
-    """Every draw is handed out `times` times in a row: a generator that is restored on resuming, or seeded anew each time."""
-
-    def __init__(self, size: int, rng: np.random.Generator, times: int) -> None:
-        super().__init__(size, rng)
-        self._times, self._left = times, 0
-        self._last = torch.empty(0)
-
-    def draw(self) -> Tensor:
-        if self._left == 0:
-            self._last, self._left = super().draw(), self._times
-        self._left -= 1
-        return self._last.clone()
-
-
-def _repeat_noise(times: int) -> Callable[[PrivacyEngine], None]:
-    def plant(engine: PrivacyEngine) -> None:
-        engine._noise = RepeatedNoise(engine.bound.size, np.random.default_rng(11), times)
-
-    return plant
-
-
-# --- bounds -----------------------------------------------------------------------------------------------------------
-class _Unclipped(BoundGaussian):
+class _Unclipped(FittedGaussian):
     def clip_factors(self, norms: Tensor) -> Tensor:
         return torch.ones_like(norms)
 
 
 class Unclipped(Gaussian):
-    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundGaussian:
-        return _Unclipped(self, forward, memory_limit=memory_limit, seed=seed)
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedGaussian:
+        return _Unclipped(self, forward, plan, memory_limit=memory_limit, seed=seed)
 
 
-class _WideBits(BoundHiddenDirection):
+class _WideBits(FittedHiddenDirection):
     def bit(self, difference: Tensor) -> Tensor:
         return (difference / 0.05).clamp(-2, 2)
 
 
 class WideBits(HiddenDirection):
-    def bind(self, forward: Forward, *, memory_limit: int | None, seed: int) -> BoundHiddenDirection:
-        return _WideBits(self, forward, memory_limit=memory_limit, seed=seed)
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
+        return _WideBits(self, forward, plan, memory_limit=memory_limit, seed=seed)
 
 
-class Standardise(nn.Module):
-    """Batch statistics: a record sees all others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(0)) / (x.std(0, correction=0) + 1e-3)
-
-
-@contextmanager
-def _rows_unchecked() -> Iterator[None]:
-    """The engine refuses batch statistics. Here it must not."""
-    with mock.patch("dpulr.model.prepare.check_rows"):
-        yield
+class _Standardised(FittedGaussian):
+    def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Any:
+        inputs, targets = batch
+        if len(inputs):
+            inputs = (inputs - inputs.mean(0)) / (inputs.std(0, correction=0) + 1e-3)
+        return super().sum_of_bounded_signals((inputs, targets), public, directions)
 
 
-# --- games ------------------------------------------------------------------------------------------------------------
-def _halved(seed: int | None) -> Game:
+class Standardised(Gaussian):
+    """Batch statistics, so that a record sees all others: where the engine, which refuses such models, does not look."""
+
+    def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedGaussian:
+        return _Standardised(self, forward, plan, memory_limit=memory_limit, seed=seed)
+
+
+# --- randomness -----------------------------------------------------------------------------------------------------------
+class RepeatedNoise(RandomSource):
+    """Every draw of noise is handed out `times` times in a row: a generator that is restored on resuming, or always seeded anew."""
+
+    times = 10**9
+
+    def noise(self, size: int) -> GaussianNoise:
+        return _Repeated(size, np.random.default_rng(11), self.times)
+
+
+class NoiseTwice(RepeatedNoise):
+    times = 2
+
+
+class _Repeated(GaussianNoise):
+    def __init__(self, size: int, rng: np.random.Generator, times: int) -> None:
+        super().__init__(size, rng)
+        self.times, self.left, self.last = times, 0, torch.empty(0)
+
+    def draw(self) -> Tensor:
+        if self.left == 0:
+            self.last, self.left = super().draw(), self.times
+        self.left -= 1
+        return self.last.clone()
+
+
+# --- games ----------------------------------------------------------------------------------------------------------------
+def halved(seed: int | None) -> Game:
     return RowsGame(HalvedNoise(), dim=1, noise_multiplier=2.0, seed=seed)
 
 
-def _unclipped(seed: int | None) -> Game:
+def unclipped(seed: int | None) -> Game:
     return RowsGame(Unclipped(), dim=1, noise_multiplier=2.0, slope=3.0, seed=seed)
 
 
-def _seed_reused(seed: int | None) -> Game:
-    return lone("gaussian", noise_multiplier=4.0, prepared=_repeat_noise(10**9), seed=seed)
+def seed_reused(seed: int | None) -> Game:
+    return single_canary_game("gaussian", noise_multiplier=4.0, randomness=RepeatedNoise, seed=seed)
 
 
-def _wide(seed: int | None) -> Game:
+def wide_bits(seed: int | None) -> Game:
     return RowsGame(WideBits(subspace=None), dim=10, noise_multiplier=1.0, seed=seed)
 
 
-def _resumed(seed: int | None) -> Game:
-    return lone("gaussian", noise_multiplier=4.0, sample_rate=0.5, steps=2, prepared=_repeat_noise(2), seed=seed)
+def resumed(seed: int | None) -> Game:
+    return single_canary_game("gaussian", noise_multiplier=4.0, sample_rate=0.5, steps=2, randomness=NoiseTwice, seed=seed)
 
 
-def _credited_twice(seed: int | None) -> Game:
+def credited_twice(seed: int | None) -> Game:
     game = RowsGame("gaussian", dim=1, noise_multiplier=1.0, sample_rate=0.1, seed=seed)
     step = game.claim.step
     game.claim = replace(game.claim, step=replace(step, sample_rate=step.sample_rate**2))
     return game
 
 
-def _batch_statistics(seed: int | None) -> Game:
+def batch_statistics(seed: int | None) -> Game:
     generator = torch.Generator().manual_seed(3)
     inputs = 1 + 0.1 * torch.randn(32, 4, generator=generator)
-    with _rows_unchecked():
-        return BatchGame(
-            "gaussian",
-            model=nn.Sequential(Standardise(), nn.Linear(4, 1)),
-            loss_fn=linear_loss,
-            records=(inputs, torch.full((32, 1), 100.0)),
-            canary=(torch.full((4,), 1e3), torch.full((1,), 100.0)),
-            noise_multiplier=4.0,
-            seed=seed,
-        )
+    return BatchGame(
+        Standardised(),
+        model=nn.Sequential(nn.Linear(4, 1)),
+        loss_fn=linear_loss,
+        records=(inputs, torch.full((32, 1), 100.0)),
+        canary=(torch.full((4,), 1e3), torch.full((1,), 100.0)),
+        noise_multiplier=4.0,
+        seed=seed,
+    )
 
 
-def _shuffled(seed: int | None) -> Game:
-    """Half of 20 records a batch. A fixed size makes the canary push another record out, which Poisson sampling never does.
+def shuffled(seed: int | None) -> Game:
+    """Half of 20 records per batch. A fixed size makes the canary push another record out, which Poisson sampling never does.
 
     Two batches of a permutation can't both have the canary: counts spread less than independent ones, and the limits are careful.
     """
@@ -174,13 +175,13 @@ def _shuffled(seed: int | None) -> Game:
 
 
 _ALL = [
-    Bug("noise-halved", "the noise has half the standard deviation that is charged", _halved, 40_000),
-    Bug("clip-forgotten", "records are not clipped", _unclipped, 40_000),
-    Bug("seed-reused", "the noise comes from a seed that is always the same", _seed_reused, 1_000),
-    Bug("bits-to-two", "b reaches from -2 to 2 in hidden-direction", _wide, 40_000),
-    Bug("noise-repeated", "after a resume the noise of the last step comes again", _resumed, 2_000),
-    Bug("sampling-twice", "sampling is credited twice: q squared for q", _credited_twice, 40_000),
-    Bug("batch-statistics", "inputs are standardised over the batch", _batch_statistics, 1_000),
-    Bug("shuffled", "fixed-size shuffled batches, charged as Poisson sampling", _shuffled, 5_000),
+    Bug("noise-halved", "the noise has half the standard deviation that is charged", halved, 40_000),
+    Bug("clip-forgotten", "records are not clipped", unclipped, 40_000),
+    Bug("seed-reused", "the noise comes from a seed that is always the same", seed_reused, 1_000),
+    Bug("bits-to-two", "b reaches from -2 to 2 in hidden-direction", wide_bits, 40_000),
+    Bug("noise-repeated", "after a resume the noise of the last step comes again", resumed, 2_000),
+    Bug("sampling-twice", "sampling is credited twice: q squared for q", credited_twice, 40_000),
+    Bug("batch-statistics", "inputs are standardised over the batch", batch_statistics, 1_000),
+    Bug("shuffled", "fixed-size shuffled batches, charged as Poisson sampling", shuffled, 5_000),
 ]
 BUGS: dict[str, Bug] = {bug.name: bug for bug in _ALL}

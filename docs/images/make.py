@@ -17,9 +17,8 @@ from typing import Any
 from PIL import Image
 from rich.console import Console
 
-from dpulr import report
-from dpulr.cli.live import LiveView
-from dpulr.runs import Settings, start
+from dpulr.cli.progress import LiveView
+from dpulr.runs import Settings, report, start
 
 HERE = Path(__file__).resolve().parent
 WIDTH = 100

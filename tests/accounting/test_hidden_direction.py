@@ -40,7 +40,7 @@ def test_reference_values(noise, dims, rate, steps, more, expected):
     [
         (2, 0.3, 1.0, 1),
         pytest.param(2, 0.5, 0.05, 100, marks=pytest.mark.slow),
-        (3, 0.4, 0.02, 1000),
+        pytest.param(3, 0.4, 0.02, 1000, marks=pytest.mark.slow),
         (10, 2.0, 1.0, 1),
         pytest.param(10, 0.5, 0.01, 1000, marks=pytest.mark.slow),
         (128, 0.2, 1.0, 1),

@@ -175,8 +175,8 @@ def check_gaussian_over_a_wide_range(noise, rate, steps, delta):
         value = acc.gaussian_epsilon(noise_multiplier=noise, sample_rate=rate, steps=steps, delta=delta)
     if math.isinf(value):  # only where the losses are beyond the range of exponentials
         assert steps / noise**2 > 600
-    else:
-        assert value <= full_batches(noise / math.sqrt(steps), delta) * 1.01 + 1e-9
+        return
+    assert value <= full_batches(noise / math.sqrt(steps), delta) * 1.01 + 1e-9
     assert value >= one_step(noise, rate, delta) * (1 - 1e-9)
 
 

@@ -192,6 +192,8 @@ def test_the_place_of_data_sets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_mnist_needs_no_fetch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "fetch", "mnist"]) == 0
     assert "nothing to fetch" in capsys.readouterr().out
+    assert main(["data", "check", "mnist"]) == 0
+    assert "60,000 + 10,000 records" in capsys.readouterr().out
     assert main(["data", "list", "--json"]) == 0
     assert '"in the package"' in capsys.readouterr().out
 

@@ -12,23 +12,18 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import norm as normal
+from tests.support.core import LOSS, directions, engine, fit, normed_mlp, points, rounded, total, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 import dpulr
-from dpulr.mechanisms.base import ROUNDING
-from dpulr.mechanisms.gaussian import BoundGaussian
-from dpulr.model.prepare import prepare
+from dpulr.errors import InvalidArgument
+from dpulr.mechanisms.base import WITH_MARGIN
+from dpulr.mechanisms.gaussian import FittedGaussian
 from dpulr.randomness import RandomSource
 
-LOSS = nn.CrossEntropyLoss(reduction="none")
-CPU = torch.device("cpu")
 ESTIMATORS = ("likelihood-ratio", "baseline", "antithetic")
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3))
 
 
 def convolutions() -> nn.Module:
@@ -41,7 +36,7 @@ def convolutions() -> nn.Module:
 def literal_gradient(model: nn.Module, data: TensorDataset, settings: dpulr.Gaussian, rate: float, noise: float, seed: int) -> dict:
     """A step as the documentation says it, record by record and draw by draw, with autograd for the layers' Jacobians."""
     source = RandomSource(seed)
-    coins, directions = source.numpy("batches"), source.numpy("directions")
+    coins, draws = source.numpy("batches"), source.numpy("directions")
     rows = coins.choice(len(data), coins.binomial(len(data), rate), replace=False, shuffle=False)
     layers = {n: m for n, m in model.named_modules() if any(p.requires_grad for p in m.parameters(recurse=False))}
     estimates: list[dict[str, Tensor]] = [{} for _ in rows]
@@ -51,9 +46,7 @@ def literal_gradient(model: nn.Module, data: TensorDataset, settings: dpulr.Gaus
         outputs = settings.space == "output" or (
             settings.space == "auto" and not isinstance(layer, nn.PReLU) and shape.numel() <= count
         )
-        z = torch.from_numpy(
-            directions.standard_normal((settings.repeats, len(rows), shape.numel() if outputs else count), np.float32)
-        )
+        z = torch.from_numpy(draws.standard_normal((settings.repeats, len(rows), shape.numel() if outputs else count), np.float32))
         for i, row in enumerate(rows):
             x, y = data[row]
             signal = torch.zeros(z.shape[2])
@@ -75,9 +68,10 @@ def literal_gradient(model: nn.Module, data: TensorDataset, settings: dpulr.Gaus
         for names in groups:
             size = math.sqrt(sum(float(estimate[n].square().sum()) for n in names))
             for n in names:
-                total[n] += estimate[n] * min(1, ROUNDING * bound / size)
+                total[n] += estimate[n] * min(1, WITH_MARGIN * bound / size)
     flat = torch.cat([part.flatten() for part in total.values()]).double()
     flat += noise * settings.max_grad_norm * torch.from_numpy(source.numpy("noise").standard_normal(len(flat)))
+    flat = rounded(flat, noise * settings.max_grad_norm)
     parts = torch.split(flat / (rate * len(data)), [p.numel() for p in total.values()])
     return {n: part.view_as(total[n]).float() for n, part in zip(total, parts, strict=True)}
 
@@ -128,7 +122,7 @@ def gradients(model: nn.Module, name: str, layer: nn.Module, x: Tensor, signal: 
     return {f"{name}.{n}": part.view_as(p).detach() for (n, p), part in zip(parameters.items(), parts, strict=True)}
 
 
-@pytest.mark.parametrize("make", [mlp, convolutions])
+@pytest.mark.parametrize("make", [normed_mlp, convolutions])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -141,16 +135,15 @@ def gradients(model: nn.Module, name: str, layer: nn.Module, x: Tensor, signal: 
 )
 def test_a_step_is_what_the_documentation_says(make: Any, settings: dpulr.Gaussian) -> None:
     torch.manual_seed(0)
-    model, data = make(), TensorDataset(torch.randn(10, 5), torch.arange(10) % 3)
+    model, data = make(), points(10, 5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     expected = literal_gradient(model, data, settings, rate=0.5, noise=0.7, seed=12)
-    engine = dpulr.PrivacyEngine(
+    private = engine(
         model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
         data,
-        LOSS,
+        learning_rate=1.0,
         mechanism=settings,
         batch_size=5,
         steps=1,
@@ -158,8 +151,7 @@ def test_a_step_is_what_the_documentation_says(make: Any, settings: dpulr.Gaussi
         insecure_noise_seed=12,
     )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for batch in engine.batches():
-        engine.step(*batch)
+    train(private)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4 * min(settings.max_grad_norm, 10))
         torch.testing.assert_close(parameter.detach(), before[name] - parameter.grad)
@@ -174,28 +166,27 @@ def tiny() -> nn.Module:
     return nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 2)).double()
 
 
-def estimates(estimator: Any, space: Any, site: int, copies: int, sigma: float = SIGMA) -> tuple[BoundGaussian, Tensor]:
+def estimates(estimator: Any, space: Any, site: int, copies: int, sigma: float = SIGMA) -> tuple[FittedGaussian, Tensor]:
     """Many independent estimates of one record's gradient: as many copies of the record in one batch."""
     model = tiny()
     with torch.no_grad():
         model[2].weight *= 4
     x, y = torch.full((1, 1), 0.7).double(), torch.zeros(1, dtype=torch.int64)
-    forward = prepare(model, LOSS, (x, y), CPU, space=space)
-    bound = dpulr.Gaussian(repeats=1, estimator=estimator, sigma=sigma).bind(forward, memory_limit=2**30, seed=0)
-    directions = RandomSource(5).directions(CPU, torch.float64)
+    fitted = fit(dpulr.Gaussian(repeats=1, estimator=estimator, sigma=sigma, space=space), model, (x, y), memory_limit=2**30)
     with torch.inference_mode():
-        return bound, bound.estimate(forward.clean(x.repeat(copies, 1), y.repeat(copies)), site, directions)
+        clean = fitted.forward.passes.clean(x.repeat(copies, 1), y.repeat(copies))
+        return fitted, fitted.estimate(clean, site, None, directions(5, torch.float64))
 
 
-def smoothed(bound: BoundGaussian, index: int) -> tuple[Tensor, Tensor]:
+def smoothed(fitted: FittedGaussian, index: int) -> tuple[Tensor, Tensor]:
     """Gradient of E_z loss(site + sigma z), by autograd under a product of Gauss-Hermite rules; and the plain gradient."""
-    site, model = bound.forward.sites[index], bound.forward.model
+    site, model = fitted.forward.sites[index], fitted.forward.model
     nodes, weights = np.polynomial.hermite_e.hermegauss(14 if site.dim <= 2 else 7)
     grid = torch.cartesian_prod(*[torch.tensor(nodes)] * site.dim)
     weight = torch.cartesian_prod(*[torch.tensor(weights / weights.sum())] * site.dim).prod(1)
     x, y = torch.full((1, 1), 0.7).double(), torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
-        call = bound.forward.clean(x, y).calls[index]
+        call = fitted.forward.passes.clean(x, y).calls[index]
 
     def loss(delta: Tensor) -> Tensor:
         if site.space == "output":
@@ -214,9 +205,9 @@ def smoothed(bound: BoundGaussian, index: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_mean_is_the_gradient_of_the_smoothed_loss(estimator: str, space: str, site: int) -> None:
     """z-scores of 60,000 estimates; false-alarm rate 1e-6 over all coordinates. Far from the gradient without smoothing."""
-    bound, found = estimates(estimator, space, site, 60_000)
+    fitted, found = estimates(estimator, space, site, 60_000)
     error = found.std(0) / len(found) ** 0.5
-    expected, plain = smoothed(bound, site)
+    expected, plain = smoothed(fitted, site)
     assert ((found.mean(0) - expected) / error).abs().max() < normal.isf(5e-7 / len(expected))
     if estimator == "antithetic" and site == 0:  # where the loss is far from a plane
         assert ((found.mean(0) - plain) / error).abs().max() > 10
@@ -238,38 +229,34 @@ def test_chunks_of_repeats_and_records_change_nothing() -> None:
     for limit in (2**30, 40_000):
         model = tiny().float()
         x, y = torch.linspace(0, 1, 30).unsqueeze(1), torch.arange(30) % 2
-        forward = prepare(model, LOSS, (x[:1], y[:1]), CPU)
-        bound = dpulr.Gaussian(repeats=40).bind(forward, memory_limit=limit, seed=0)
+        fitted = fit(dpulr.Gaussian(repeats=40), model, (x[:1], y[:1]), memory_limit=limit)
         with torch.inference_mode():
-            found.append(bound.estimate(forward.clean(x, y), 0, RandomSource(5).directions(CPU)))
-    assert len(list(bound.repeat_chunks(2 * bound.row_bytes(forward.sites[0]), 30, 40))) > 3
+            found.append(fitted.estimate(fitted.forward.passes.clean(x, y), 0, None, directions(5)))
+    assert len(list(fitted.chunks.repeats(2 * fitted.chunks.row_bytes[0], 30, 40))) > 3
     torch.testing.assert_close(*found)
 
 
 # --- clipping -------------------------------------------------------------------------------------------------------------
-def totals(loss_scale: float, settings: dpulr.Gaussian, rows: Tensor | None = None) -> tuple[BoundGaussian, list[Tensor]]:
+def totals(loss_scale: float, settings: dpulr.Gaussian, rows: Tensor | None = None) -> tuple[FittedGaussian, list[Tensor]]:
     """The contribution of each of some records on its own, as one list of the sites' parts."""
     torch.manual_seed(0)
     model, x = convolutions(), torch.randn(20, 5) * 3 if rows is None else rows
     y = torch.arange(len(x)) % 3
-    forward = prepare(model, lambda output, target: LOSS(output, target) * loss_scale, (x[:1], y[:1]), CPU)
-    bound = settings.bind(forward, memory_limit=2**30, seed=0)
-    directions = RandomSource(5).directions(CPU)
-    with torch.inference_mode():
-        return bound, [bound.total(x[i : i + 1], y[i : i + 1], directions) for i in range(len(x))]
+    fitted = fit(settings, model, (x[:1], y[:1]), loss_fn=lambda output, target: LOSS(output, target) * loss_scale)
+    return fitted, [total(fitted, x[i : i + 1], y[i : i + 1], seed=5 + i) for i in range(len(x))]
 
 
 @pytest.mark.parametrize("clipping", ["joint", "per-layer"])
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e30])
 def test_no_record_exceeds_the_bound(clipping: Any, scale: float) -> None:
-    bound, parts = totals(scale, dpulr.Gaussian(repeats=2, clipping=clipping, max_grad_norm=0.5))
+    fitted, parts = totals(scale, dpulr.Gaussian(repeats=2, clipping=clipping, max_grad_norm=0.5))
     assert all(part.double().norm() <= 0.5 for part in parts)
     if scale == 1e3:
         assert all(part.double().norm() > 0.49999 for part in parts)  # what is too long is scaled, not dropped
     if clipping == "per-layer":
-        torch.testing.assert_close(bound.bounds.square().sum(), torch.tensor(0.25))
+        torch.testing.assert_close(fitted.bounds.square().sum(), torch.tensor(0.25))
         for part in parts:
-            assert all(p.norm() <= b for p, b in zip(bound._parts(part), bound.bounds, strict=True))
+            assert all(p.norm() <= b for p, b in zip(fitted.parts(part), fitted.bounds, strict=True))
 
 
 def test_short_records_are_left_alone() -> None:
@@ -279,10 +266,10 @@ def test_short_records_are_left_alone() -> None:
 
 
 def test_layer_weights_share_the_bound() -> None:
-    bound, parts = totals(1e6, dpulr.Gaussian(clipping="per-layer", layer_weights=(3.0, 1.0, 1.0, 5.0), max_grad_norm=6.0))
-    assert bound.bounds.tolist() == pytest.approx([3, 1, 1, 5])
+    fitted, parts = totals(1e6, dpulr.Gaussian(clipping="per-layer", layer_weights=(3.0, 1.0, 1.0, 5.0), max_grad_norm=6.0))
+    assert fitted.bounds.tolist() == pytest.approx([3, 1, 1, 5])
     for part in parts:
-        assert [p.norm().item() for p in bound._parts(part)] == pytest.approx([3, 1, 1, 5], rel=1e-4)
+        assert [p.norm().item() for p in fitted.parts(part)] == pytest.approx([3, 1, 1, 5], rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])
@@ -290,13 +277,37 @@ def test_a_record_that_is_not_finite_adds_nothing(bad: float) -> None:
     torch.manual_seed(1)
     rows = torch.randn(3, 5)
     rows[1, 2] = bad
-    _, parts = totals(1.0, dpulr.Gaussian(repeats=2), rows)
+    fitted, parts = totals(1.0, dpulr.Gaussian(repeats=2), rows)
     assert parts[0].any()
     assert all(part.isfinite().all() and part.norm() <= 1 for part in parts)
     if not math.isfinite(bad):
         assert not parts[1].any()
-    bound, _ = totals(1.0, dpulr.Gaussian(repeats=2), rows)
-    with torch.inference_mode():
-        total = bound.total(rows, torch.arange(3), RandomSource(5).directions(CPU))
-    assert total.isfinite().all()
-    assert total.norm() <= 2 + 1e-4
+    together = total(fitted, rows, torch.arange(3))
+    assert together.isfinite().all()
+    assert together.norm() <= 2 + 1e-4
+
+
+# --- settings -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repeats": 0},
+        {"estimator": "guess"},
+        {"sigma": 0.0},
+        {"max_grad_norm": math.nan},
+        {"clipping": "none"},
+        {"layer_weights": (1.0,)},
+        {"subspace": 0},
+        {"subspace": True},
+        {"space": "weights"},  # taken for a space of its own it would be bounded by one rule and released by another
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(options))):
+        dpulr.Gaussian(**options)
+
+
+def test_layer_weights_must_fit_the_model() -> None:
+    with pytest.raises(InvalidArgument, match="layer_weights must be 2 positive numbers"):
+        engine(mechanism=dpulr.Gaussian(clipping="per-layer", layer_weights=(1.0, 2.0, 3.0)))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 from tests.support.layer_harness import CLOSE, Case, LayerHarness, WeightSpaceHarness
 from torch import Tensor, nn
 
+from dpulr.errors import ModelRefused
 from dpulr.model.layers import Call, LayerRule, register, rule_for
 from dpulr.model.layers.affine import ConvRule, LinearRule
-from dpulr.model.layers.base import flat_norm
-from dpulr.model.sites import Layer, Site
+from dpulr.model.sites import make_site
+from dpulr.model.trained_layers import Layer
+from dpulr.norms import flat_norm
 
 
 class TestLinear(LayerHarness):
@@ -222,10 +226,27 @@ def test_register_adds_a_rule() -> None:
     assert isinstance(rule_for(layer, dict(layer.named_parameters())), LinearRule)
 
 
+def test_a_rule_is_registered_in_a_fresh_interpreter() -> None:
+    """`dpulr.layers` is there without anything else having been imported before."""
+    program = """
+import dpulr
+register = dpulr.layers.register
+from torch import nn
+from dpulr.model.layers.affine import LinearRule
+class Mine(nn.Linear):
+    pass
+for _ in range(2):
+    print(type(dpulr.layers.rule_for(Mine(2, 3), {})).__name__)
+    register(Mine, LinearRule)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["LayerRule", "LinearRule"]
+
+
 def test_output_space_of_an_unknown_layer_is_refused_by_name() -> None:
     layer = nn.PReLU()
-    with pytest.raises(ValueError, match=r"'act' \(PReLU\) has no output space"):
-        Site(Layer("act", layer, dict(layer.named_parameters())), torch.Size([3]), "output")
+    with pytest.raises(ModelRefused, match=r"'act' \(PReLU\) has no output space"):
+        make_site(Layer("act", layer, dict(layer.named_parameters())), torch.Size([3]), "output")
 
 
 @pytest.mark.parametrize("kind", ["linear", "linear-long", "embedding", "group-norm"])
@@ -243,14 +264,15 @@ def test_clipping_holds_where_float32_cancels(kind: str, left: float) -> None:
     u = torch.randn(records, positions, width)
     u = 1e5 * (u - u.mean(1, keepdim=True) + left * torch.randn(records, 1, width))
     u = u.transpose(1, 2) if kind == "group-norm" else u
-    site = Site(Layer("layer", layer, dict(layer.named_parameters())), u.shape[1:], "output")
+    site = make_site(Layer("layer", layer, dict(layer.named_parameters())), u.shape[1:], "output")
     call = Call((x,), {}, layer(x).detach())
     scale = (1 / site.norms(call, u.flatten(1))).clamp(max=1)
     for i in range(records):
         one = Call((x[i : i + 1],), {}, call.output[i : i + 1])
-        into = {name: torch.zeros_like(p) for name, p in site.parameters.items()}
-        site.add_gradient(one, u[i : i + 1].flatten(1), scale[i : i + 1], into)
-        assert torch.cat([part.flatten() for part in into.values()]).norm() < 1.01
+        part = torch.zeros(site.size)
+        with torch.inference_mode():
+            site.add(one, u[i : i + 1].flatten(1), scale[i : i + 1], part)
+        assert part.norm() < 1.01
 
 
 @pytest.mark.parametrize("kind", ["linear", "sequence", "few-positions", "conv", "layer-norm", "group-norm"])
@@ -269,7 +291,7 @@ def test_bounds_hold_at_extreme_scales(kind: str, size: float) -> None:
     layer, shape = layers[kind]
     x = size * torch.randn(shape)
     call = Call((x,), {}, layer(x).detach())
-    site = Site(Layer("layer", layer, dict(layer.named_parameters())), call.output.shape[1:], "output")
+    site = make_site(Layer("layer", layer, dict(layer.named_parameters())), call.output.shape[1:], "output")
     unit = torch.randn(8, site.dim)
     unit /= unit.norm(dim=1, keepdim=True)
     gains = site.gains(call)
@@ -279,11 +301,10 @@ def test_bounds_hold_at_extreme_scales(kind: str, size: float) -> None:
     for name, (signal, scale) in signals.items():
         for i in range(8):
             one = Call((x[i : i + 1],), {}, call.output[i : i + 1])
-            into = {n: torch.zeros_like(p) for n, p in site.parameters.items()}
+            part = torch.zeros(site.size)
             with torch.inference_mode():
-                site.add_gradient(one, signal[i : i + 1], scale[i : i + 1], into)
-            added = torch.cat([part.flatten() for part in into.values()]).double().norm()
-            assert added < 1.001, name
+                site.add(one, signal[i : i + 1], scale[i : i + 1], part)
+            assert part.double().norm() < 1.001, name
 
 
 def test_norms_of_millions_of_numbers_keep_their_digits() -> None:

@@ -12,16 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support import zoo
+from tests.support.core import CPU, LOSS, engine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpulr
+from dpulr.errors import InvalidArgument
 from dpulr.model.batches import call_model
+from dpulr.model.forward import Forward
+from dpulr.model.passes import Move, Passes
 from dpulr.model.prepare import prepare
-from dpulr.model.replay import Forward, HookedForward, LoneForward, Move, TracedForward
+from dpulr.model.replay import TracedPasses
+from dpulr.model.whole_passes import HookedPasses, RecordwisePasses
 
-CPU = torch.device("cpu")
-LOSS = nn.CrossEntropyLoss(reduction="none")
 Example = tuple[Any, Any]
 
 
@@ -63,13 +66,13 @@ TRACED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example]]] = {
     "optional input": (zoo.TwoInputs, masked),
     "dropout in eval": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(), nn.Linear(5, 3)).eval(), flat),
 }
-WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example], type[Forward], str]] = {
-    "if on values": (zoo.ValueBranch, flat, LoneForward, "one by one, .* reads the value of a tensor"),
-    "if on values chooses a layer": (zoo.Experts, flat, LoneForward, "one by one, .* reads the value of a tensor"),
-    "if on shapes": (zoo.ShapeBranch, flat, HookedForward, "whole forward passes"),
-    "item assignment": (zoo.ItemAssignment, flat, HookedForward, "item assignment"),
-    "numpy inline": (zoo.InlineBox, flat, HookedForward, "whole forward passes"),
-    "the model is the layer": (lambda: nn.GRUCell(6, 3), flat, HookedForward, "the model itself holds the parameters"),
+WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example], type[Passes], str]] = {
+    "if on values": (zoo.ValueBranch, flat, RecordwisePasses, "one by one, .* reads the value of a tensor"),
+    "if on values chooses a layer": (zoo.Experts, flat, RecordwisePasses, "one by one, .* reads the value of a tensor"),
+    "if on shapes": (zoo.ShapeBranch, flat, HookedPasses, "whole forward passes"),
+    "item assignment": (zoo.ItemAssignment, flat, HookedPasses, "item assignment"),
+    "numpy inline": (zoo.InlineBox, flat, HookedPasses, "whole forward passes"),
+    "the model is the layer": (lambda: nn.GRUCell(6, 3), flat, HookedPasses, "the model itself holds the parameters"),
 }
 
 
@@ -88,7 +91,7 @@ def literal(forward: Forward, batch: Example, index: int, delta: Tensor) -> Tens
     for r in range(delta.shape[0]):
         for i in range(delta.shape[1]):
             row = torch.utils._pytree.tree_unflatten([leaf[i : i + 1].clone() for leaf in leaves], spec)
-            hook = forward.layers[index].module.register_forward_hook(lambda m, a, out, d=delta[r, i : i + 1]: out + d)
+            hook = forward.sites[index].layer.module.register_forward_hook(lambda m, a, out, d=delta[r, i : i + 1]: out + d)
             output = call_model(forward.model, row)
             hook.remove()
             losses[r, i] = LOSS(output, targets[i : i + 1])[0]
@@ -103,7 +106,7 @@ def test_losses_are_those_of_the_whole_model(name: str) -> None:
         forward = built(make, example, method=method)
         batch = example(4)
         with torch.inference_mode():
-            clean = forward.clean(*batch)
+            clean = forward.passes.clean(*batch)
             for i, site in enumerate(forward.sites):
                 delta = torch.randn(3, 4, *site.output_shape)
                 found = forward.losses(clean, i, clean.calls[i].output + delta)
@@ -121,7 +124,7 @@ def test_one_pass_for_many_sites_gives_the_losses_of_each_alone(name: str) -> No
     choices = [tuple(range(count)), tuple(range(0, count, 2)), *itertools.permutations(range(count), 2)]
     batch = example(4)
     with torch.inference_mode():
-        clean = forward.clean(*batch)
+        clean = forward.passes.clean(*batch)
         moved = [clean.calls[i].output + torch.randn(3, 4, *site.output_shape) for i, site in enumerate(forward.sites)]
         alone = [literal(forward, batch, i, rows - clean.calls[i].output) for i, rows in enumerate(moved)]
         for sites in choices:
@@ -135,7 +138,7 @@ def test_a_record_that_raises_on_the_way_raises_alone() -> None:
     forward = built(lambda: model, flat)
     batch = flat(4)
     with torch.inference_mode():
-        clean = forward.clean(*batch)
+        clean = forward.passes.clean(*batch)
         moved = [call.output.repeat(2, 1, 1) for call in clean.calls]
         moved[0][1, 2, 0] = 1e6
         losses = forward.all_losses(clean, [Move(i, rows) for i, rows in enumerate(moved)])
@@ -148,7 +151,7 @@ def test_what_can_be_traced_is_traced(name: str) -> None:
     make, example = TRACED[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert isinstance(prepare(make(), LOSS, example(1), CPU), TracedForward)
+        assert isinstance(prepare(make(), LOSS, example(1), CPU).passes, TracedPasses)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -159,12 +162,12 @@ def test_what_cannot_is_run_whole_and_said_once(name: str) -> None:
         forward = prepare(make(), LOSS, example(1), CPU)
         with torch.inference_mode():
             for _ in range(3):
-                clean = forward.clean(*example(2))
+                clean = forward.passes.clean(*example(2))
                 forward.losses(clean, 0, clean.calls[0].output.unsqueeze(0))
-    assert type(forward) is kind
+    assert type(forward.passes) is kind
     assert len(caught) == 1
     assert re.search(message, str(caught[0].message))
-    with pytest.raises(ValueError, match="can't be traced"):
+    with pytest.raises(InvalidArgument, match="can't be traced"):
         prepare(make(), LOSS, example(1), CPU, method="trace")
 
 
@@ -176,7 +179,7 @@ def test_only_what_lies_downstream_is_replayed() -> None:
     for name, module in model.named_modules():
         module.register_forward_hook(lambda m, a, o, name=name: calls.append(name))
     with torch.inference_mode():
-        clean = forward.clean(*flat(2))
+        clean = forward.passes.clean(*flat(2))
         calls.clear()
         forward.losses(clean, 1, clean.calls[1].output.unsqueeze(0))
     assert calls == ["4", "5"]
@@ -187,8 +190,8 @@ def test_a_branch_on_values_belongs_to_the_record() -> None:
     forward = built(zoo.ValueBranch, flat)
     x, y = torch.full((1, 6), 0.1), torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
-        alone = forward.clean(x, y).losses
-        beside = forward.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
+        alone = forward.passes.clean(x, y).losses
+        beside = forward.passes.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
     assert alone[0] == beside[0]
 
 
@@ -209,8 +212,8 @@ def test_however_values_are_read_a_record_chooses_for_itself_alone(name: str) ->
     forward = built(lambda: zoo.Reads(READS[name]), flat)
     x, y = torch.full((1, 6), 0.1), torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
-        alone = forward.clean(x, y).losses
-        beside = forward.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
+        alone = forward.passes.clean(x, y).losses
+        beside = forward.passes.clean(torch.cat([x, torch.full((1, 6), 100.0)]), y.repeat(2)).losses
     assert alone[0] == beside[0]
 
 
@@ -220,7 +223,7 @@ def _picks(large: Tensor) -> bool:
 
 
 def test_indexing_by_numbers_reads_no_values() -> None:
-    assert not isinstance(built(lambda: zoo.Reads(_picks), flat), LoneForward)
+    assert not built(lambda: zoo.Reads(_picks), flat).recordwise
 
 
 def test_a_layer_that_a_branch_leaves_out_never_stops_a_step() -> None:
@@ -229,10 +232,10 @@ def test_a_layer_that_a_branch_leaves_out_never_stops_a_step() -> None:
     assert [site.name for site in forward.sites] == [""]
     x, y = torch.cat([torch.full((1, 6), 1.0), torch.full((1, 6), -1.0)]), torch.zeros(2, dtype=torch.int64)
     with torch.inference_mode():
-        clean = forward.clean(x, y)
+        clean = forward.passes.clean(x, y)
         delta = torch.zeros(1, 2, forward.sites[0].dim)
         delta[..., : 6 * 5 + 5] = 1.0  # the weights of `low`
-        moved = forward.losses(clean, 0, forward.sites[0].perturbed(clean.calls[0], delta))[0]
+        moved = forward.losses(clean, 0, forward.sites[0].moved(clean.calls[0], delta))[0]
     assert moved[0] == pytest.approx(clean.losses[0].item(), rel=1e-5)
     assert abs(moved[1] - clean.losses[1]) > 1e-3
 
@@ -243,18 +246,29 @@ def test_a_layer_that_drags_others_along_is_named() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Fails if an operation runs outside inference mode, or any tensor it makes requires grad."""
+    """Fails if an operation runs outside inference mode; those of the optimizer do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.seen, self.updating = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         self.seen += 1
-        assert torch.is_inference_mode_enabled(), func
-        assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)), func
-        return out
+        assert self.updating or func.namespace == "profiler" or torch.is_inference_mode_enabled(), func
+        return func(*args, **(kwargs or {}))
+
+
+class Announced(torch.optim.SGD):
+    """Tells when it updates."""
+
+    def __init__(self, model: nn.Module, watch: Watch) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.watch = watch
+
+    def step(self, closure: Any = None) -> None:
+        self.watch.updating = True
+        super().step(closure)
+        self.watch.updating = False
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet5", "recurrent", "if on values", "numpy inline"])
@@ -265,29 +279,14 @@ def test_nothing_ever_requires_grad(name: str) -> None:
     inputs, targets = example(12)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine = dpulr.PrivacyEngine(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            torch.utils.data.TensorDataset(inputs, targets),
-            LOSS,
-            mechanism=dpulr.Gaussian(repeats=2),
-            batch_size=6,
-            steps=2,
-            noise_multiplier=1.0,
-        )
-    engine.bound.total = _watched(engine.bound.total, watch)  # type: ignore[method-assign]
-    for batch in engine.batches():
-        engine.step(*batch)
+        data = torch.utils.data.TensorDataset(inputs, targets)
+        optimizer = Announced(model, watch)
+        private = engine(model, data, optimizer=optimizer, mechanism=dpulr.Gaussian(repeats=2), batch_size=6, steps=2)
+    for batch in private.batches():
+        with watch:
+            private.step(*batch)
     assert watch.seen > 10
     assert all(p.grad is None or not p.grad.requires_grad for p in model.parameters())
-
-
-def _watched(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        with watch:
-            return function(*args)
-
-    return call
 
 
 @pytest.mark.parametrize("name", [*TRACED, *WHOLE])
@@ -303,7 +302,7 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
         warnings.simplefilter("ignore")
         forward = prepare(model, LOSS, example(1), CPU)
         with torch.inference_mode(), forward.checked_mode():
-            forward.clean(*example(2))
+            forward.passes.clean(*example(2))
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert [(set(vars(m)), m.training, dict(m._forward_hooks)) for m in model.modules()] == attributes
@@ -319,8 +318,8 @@ def test_steps_run_in_the_mode_that_was_checked() -> None:
     model.train()
     x, y = flat(3)
     with torch.inference_mode(), forward.checked_mode():
-        losses = forward.clean(x, y).losses
-        torch.testing.assert_close(forward.clean(x[:1], y[:1]).losses, losses[:1])
+        losses = forward.passes.clean(x, y).losses
+        torch.testing.assert_close(forward.passes.clean(x[:1], y[:1]).losses, losses[:1])
     assert model.training
     assert model[1].num_batches_tracked == 0
 
@@ -343,8 +342,8 @@ def test_the_smaller_space_is_the_default() -> None:
 def test_dropout_is_replayed_with_fresh_masks() -> None:
     model = nn.Sequential(nn.Linear(6, 50), nn.Dropout(), nn.Linear(50, 3))
     forward = built(lambda: model, flat)
-    assert isinstance(forward, TracedForward)
+    assert isinstance(forward.passes, TracedPasses)
     with torch.inference_mode():
-        clean = forward.clean(*flat(2))
+        clean = forward.passes.clean(*flat(2))
         losses = forward.losses(clean, 0, clean.calls[0].output.expand(4, -1, -1))
     assert len(losses[:, 0].unique()) == 4

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
 from dpulr.model.layers import Call, rule_for
-from dpulr.model.sites import Layer, Site
+from dpulr.model.sites import Site, make_site
+from dpulr.model.trained_layers import Layer
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -32,8 +33,8 @@ class Case:
         with torch.inference_mode():
             return Call((x,), {}, self.module(x))
 
-    def site(self, space: str) -> Site:
-        return Site(Layer("layer", self.module, self.parameters), self.call().output.shape[1:], space)
+    def site(self, space: Any) -> Site:
+        return make_site(Layer("layer", self.module, self.parameters), self.call().output.shape[1:], space)
 
     def one(self, parameters: Any, x: Tensor) -> Tensor:
         """One record with these weights, as plain torch computes it."""
@@ -82,7 +83,7 @@ class WeightSpaceHarness:
         site, call = case.site("weight"), case.call()
         delta = torch.randn(3, len(case.x), site.dim, dtype=torch.float64)
         with torch.inference_mode():
-            plus, pair = site.perturbed(call, delta), site.perturbed_pair(call, delta)
+            plus, pair = site.moved(call, delta), site.moved_both_ways(call, delta)
         for sign, found in ((1, plus), (1, pair[:3]), (-1, pair[3:])):
             for r in range(3):
                 for i, x in enumerate(case.x):
@@ -107,8 +108,8 @@ class WeightSpaceHarness:
                 continue
             site = case.site(space)
             call = Call((case.x[:0],), {}, case.call().output[:0])
-            assert site.perturbed(call, torch.zeros(2, 0, site.dim).double()).shape == (2, 0, *site.output_shape)
-            assert site.perturbed_pair(call, torch.zeros(2, 0, site.dim).double()).shape == (4, 0, *site.output_shape)
+            assert site.moved(call, torch.zeros(2, 0, site.dim).double()).shape == (2, 0, *site.output_shape)
+            assert site.moved_both_ways(call, torch.zeros(2, 0, site.dim).double()).shape == (4, 0, *site.output_shape)
             signal = torch.zeros(0, site.dim).double()
             assert site.norms(call, signal).shape == (0,)
             assert site.gains(call).shape == (0,)
@@ -121,9 +122,9 @@ class LayerHarness(WeightSpaceHarness):
     def test_output_space_moves_the_output(self, case: Case) -> None:
         site, call = case.site("output"), case.call()
         delta = torch.randn(2, len(case.x), *site.output_shape).double()
-        torch.testing.assert_close(site.perturbed(call, delta.flatten(2)), call.output + delta, **CLOSE)
+        torch.testing.assert_close(site.moved(call, delta.flatten(2)), call.output + delta, **CLOSE)
         expected = torch.cat([call.output + delta, call.output - delta])
-        torch.testing.assert_close(site.perturbed_pair(call, delta.flatten(2)), expected, **CLOSE)
+        torch.testing.assert_close(site.moved_both_ways(call, delta.flatten(2)), expected, **CLOSE)
 
     def test_norms_are_exact(self, case: Case) -> None:
         site, call = case.site("output"), case.call()
@@ -166,11 +167,7 @@ class LayerHarness(WeightSpaceHarness):
 
 def _added(site: Site, call: Call, signal: Tensor, scale: Tensor, rows: slice = slice(None)) -> Tensor:
     call = Call((call.args[0][rows],), {}, call.output[rows])
-    if site.space == "weight":
-        flat = torch.zeros(site.dim, dtype=signal.dtype)
-        site.add_weight_signal(signal, scale, flat)
-        return flat
-    into = {name: torch.zeros_like(p) for name, p in site.parameters.items()}
+    part = torch.zeros(site.size, dtype=signal.dtype)
     with torch.inference_mode():
-        site.add_gradient(call, signal, scale, into)
-    return torch.cat([part.flatten() for part in into.values()])
+        site.add(call, signal, scale, part)
+    return part

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak` is the most that tensors held at one time, of those that were made or first seen since the start."""
+    """`peak` is the most that tensors held at one time, of those that were not there before the start."""
 
-    def __init__(self, *known: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.known = {_key(leaf) for leaf in pytree.tree_leaves(known) if isinstance(leaf, Tensor)}
+        self.held = [thing for thing in gc.get_objects() if _plain(thing)]  # held, so that no address is used again
+        self.known = {_key(tensor) for tensor in self.held}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -28,6 +31,11 @@ class LiveBytes(TorchDispatchMode):
                 self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self.live.values()))
         return out
+
+
+def _plain(thing: object) -> bool:
+    """A tensor with a storage: not sparse, not without a shape yet."""
+    return type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided
 
 
 def _key(tensor: Tensor) -> int:

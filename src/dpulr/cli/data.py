@@ -1,4 +1,4 @@
-"""`dpulr data`: list and fetch."""
+"""`dpulr data`: list, fetch and check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from dpulr.cli.options import AsJson
 
-data = typer.Typer(help="List the data sets, and fetch them.", no_args_is_help=True, rich_markup_mode=None)
+data = typer.Typer(help="List the data sets, fetch and check them.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @data.command("list")
@@ -31,6 +31,15 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
         return
     for row in rows:
         print(f"{row['name']:14} {row['about']}\n{'':14} {row['place'] or 'not here; dpulr data fetch ' + row['name']}")
+
+
+@data.command("check")
+def check(name: Annotated[str, typer.Argument(help="Name of the data set.")]) -> None:
+    """Read a data set and compare every file with its checksum."""
+    from dpulr.data import load
+
+    train, test = load(name)
+    print(f"{name} is whole: {len(train):,} + {len(test):,} records.")
 
 
 @data.command("fetch")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from filelock import FileLock, Timeout
 
@@ -24,7 +27,25 @@ def open_config(folder: Path) -> tuple[Settings, bytes]:
     path = folder / CONFIG
     if not path.is_file():
         raise UsageError(f"{folder} is not a run: it has no {CONFIG}.")
-    return Settings.build(read_config(path)), path.read_bytes()
+    settings = Settings.build(read_config(path))
+    _import_users_code(settings)
+    return settings, path.read_bytes()
+
+
+def _import_users_code(settings: Settings) -> None:
+    """A user's module may register a mechanism, and the kind of release that the ledger holds. Where it fails, it is not needed,
+    or whoever needs it says so."""
+    for path in (settings.dataset, settings.model):
+        if ":" in path:
+            with contextlib.suppress(Exception):
+                import_module_of(path)
+
+
+def import_module_of(path: str) -> ModuleType:
+    """The module of package.module:function. The working folder is searched first."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(path.partition(":")[0])
 
 
 @contextlib.contextmanager

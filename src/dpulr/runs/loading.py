@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,7 +17,7 @@ from dpulr import data, mechanisms, models
 from dpulr.errors import RunError, UsageError
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
-from dpulr.runs.folder import open_config
+from dpulr.runs.folder import import_module_of, open_config
 from dpulr.runs.settings import Settings
 from dpulr.scores import Scores, score
 
@@ -84,12 +81,10 @@ def make_mechanism(settings: Settings) -> Mechanism:
 
 
 def _call(path: str, offered: Mapping[str, Any]) -> Any:
-    """Call package.module:function with those of the offered arguments that it takes. The working folder is searched first."""
+    """Call package.module:function with those of the offered arguments that it takes."""
     module_name, _, function_name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = import_module_of(path)
     except Exception as problem:
         raise UsageError(f"{module_name!r} can't be imported: {_named(problem)}") from problem
     function = getattr(module, function_name, None)

@@ -1,0 +1,1 @@
+"""What a step costs: run from a clone, `python -m benchmarks.bench`."""

@@ -1,0 +1,250 @@
+"""The studies: one table of what each runs and prints. `python -m reproduction --list` shows it with an estimate of the hours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from reproduction import certified, options, paper_figures, paper_tables
+from reproduction.certified import EPOCHS
+from reproduction.pages import table
+from reproduction.results_file import described, found
+from reproduction.run import Run
+
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a study is asked for: labels of its settings, seeds 0, 1, ..., epochs, and changes to the settings of its runs."""
+
+    labels: tuple[str, ...]
+    seeds: int
+    epochs: int
+    changes: Changes = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """`stages` gives lists of runs; a list may depend on the results of those before it. `show` prints what there is."""
+
+    name: str
+    about: str
+    labels: tuple[str, ...]
+    stages: Callable[[Choice], Iterator[list[Run]]]
+    show: Callable[[Choice], str]
+    epochs: int = EPOCHS
+    usual: tuple[str, ...] = ()
+    changeable: bool = True
+
+    def choice(self, seeds: int = 1) -> Choice:
+        return Choice(self.usual or self.labels, seeds, self.epochs)
+
+    def runs(self, choice: Choice) -> list[Run]:
+        return [run for stage in self.stages(choice) for run in stage]
+
+
+def by_seed(runs_of: Callable[[str, int, Choice], list[Run]]) -> Callable[[Choice], Iterator[list[Run]]]:
+    """All settings with one seed before the next seed: a stopped command has the most settings."""
+
+    def stages(choice: Choice) -> Iterator[list[Run]]:
+        yield [run for seed in range(choice.seeds) for label in choice.labels for run in runs_of(label, seed, choice)]
+
+    return stages
+
+
+# --- what each runs -------------------------------------------------------------------------------------------------------
+def _table1(label: str, seed: int, choice: Choice) -> list[Run]:
+    setting = paper_tables.SETTINGS[label]
+    runs = paper_tables.table1_runs(*setting, seed, choice.epochs, **choice.changes)
+    return runs if choice.changes else [*runs, *paper_tables.certified_runs(*setting, seed, choice.epochs)]
+
+
+def _dynamics(label: str, seed: int, choice: Choice) -> list[Run]:
+    return paper_tables.table1_runs(*paper_tables.SETTINGS[label], seed, choice.epochs, **choice.changes)
+
+
+def _model_size(label: str, seed: int, choice: Choice) -> list[Run]:
+    return paper_tables.model_size_runs(*paper_tables.SIZES[label], seed, choice.epochs, **choice.changes)
+
+
+def _repeats(label: str, seed: int, choice: Choice) -> list[Run]:
+    return paper_tables.repeats_runs(*paper_tables.SETTINGS[label], seed, choice.epochs, **choice.changes)
+
+
+def _cifar(label: str, seed: int, choice: Choice) -> list[Run]:
+    return paper_tables.cifar_runs(label, seed, choice.epochs, **choice.changes)
+
+
+def _results(label: str, seed: int, choice: Choice) -> list[Run]:
+    dataset, _, row = label.partition(":")
+    epsilon = certified.comparisons()[dataset].epsilons[int(row)]
+    return [certified.certified_run(dataset, method, epsilon, seed) for method in (certified.HIDDEN, certified.DPSGD)]
+
+
+# --- what each prints -----------------------------------------------------------------------------------------------------
+def _settings(choice: Choice, known: Mapping[str, Any]) -> list[Any]:
+    return [known[label] for label in choice.labels]
+
+
+def _show_table1(choice: Choice) -> str:
+    chosen = _settings(choice, paper_tables.SETTINGS)
+    return paper_tables.table1(chosen, choice.seeds, choice.epochs, certified=not choice.changes, **choice.changes)
+
+
+def _show_model_size(choice: Choice) -> str:
+    return paper_tables.model_size(_settings(choice, paper_tables.SIZES), choice.seeds, choice.epochs, **choice.changes)
+
+
+def _show_results(choice: Choice) -> str:
+    datasets = dict.fromkeys(label.partition(":")[0] for label in choice.labels)
+    return "\n\n".join(f"{dataset}\n\n{certified.markdown(dataset, choice.seeds)}" for dataset in datasets)
+
+
+def _show_gaussian(choice: Choice) -> str:
+    results = found(run for seed in range(choice.seeds) for run in certified.gaussian_runs(seed))
+    return table(["gaussian, antithetic, epsilon 2.6"], [[certified.accuracy(results)]])
+
+
+def studies() -> dict[str, Study]:
+    settings, dynamics = tuple(paper_tables.SETTINGS), tuple(f"{b}:{s:g}" for b in (64, 200, 500) for s in paper_figures.NOISES)
+    rows = tuple(f"{name}:{i}" for name, one in certified.comparisons().items() for i in range(len(one.epsilons)))
+    every = [
+        Study(
+            "table1",
+            "MNIST, batch:sigma0. DP-ULR and DP-SGD as in the paper; certified methods",
+            settings,
+            by_seed(_table1),
+            _show_table1,
+        ),
+        Study(
+            "figure-dynamics",
+            "accuracy and epsilon by epoch; shares the runs of table1",
+            dynamics,
+            by_seed(_dynamics),
+            _show_table1,
+        ),
+        Study(
+            "model-size",
+            "MNIST, batch:model, sigma0 = 8, three MLPs",
+            tuple(paper_tables.SIZES),
+            by_seed(_model_size),
+            _show_model_size,
+        ),
+        Study(
+            "repeats",
+            "MNIST, batch:sigma0. DP-ULR with K = 4, 16, 64",
+            settings,
+            by_seed(_repeats),
+            _listing(_repeats),
+            usual=("64:4", "500:4"),
+        ),
+        Study(
+            "cifar",
+            "CIFAR-10, ResNet-5: DP-SGD, and DP-ULR at 1/q:sigma0",
+            tuple(paper_tables.CIFAR),
+            by_seed(_cifar),
+            _listing(_cifar),
+        ),
+        Study(
+            "baselines",
+            "MNIST: SGD and ULR without privacy; zeroth-order and hidden-direction, certified",
+            ("all",),
+            by_seed(lambda _, seed, choice: paper_tables.baseline_runs(seed, choice.epochs)),
+            lambda choice: paper_tables.baselines(choice.seeds, choice.epochs),
+            changeable=False,
+        ),
+        Study(
+            "results",
+            "hidden-direction beside DP-SGD, dataset:row of docs/results.md",
+            rows,
+            by_seed(_results),
+            _show_results,
+            changeable=False,
+        ),
+        Study(
+            "gaussian",
+            "MNIST, gaussian at epsilon 2.6",
+            ("all",),
+            by_seed(lambda _, seed, __: certified.gaussian_runs(seed)),
+            _show_gaussian,
+            changeable=False,
+        ),
+        Study(
+            "options",
+            "what the options of hidden-direction buy, on held-out records",
+            tuple(options.variants()),
+            lambda choice: options.stages(choice.labels, choice.seeds),
+            lambda choice: options.markdown(choice.seeds),
+            epochs=5,
+            changeable=False,
+        ),
+    ]
+    return {study.name: study for study in every}
+
+
+def _listing(runs_of: Callable[[str, int, Choice], list[Run]]) -> Callable[[Choice], str]:
+    def show(choice: Choice) -> str:
+        return paper_tables.listing([run for stage in by_seed(runs_of)(choice) for run in stage])
+
+    return show
+
+
+# --- how long they take ---------------------------------------------------------------------------------------------------
+_ALIKE = (  # what the time of an epoch depends on, first the closest likeness
+    ("loop", "mechanism", "model", "dataset", "batch_size", "repeats"),
+    ("loop", "mechanism", "model", "dataset", "repeats"),
+    ("loop", "mechanism", "model", "dataset"),
+    ("loop", "mechanism"),
+)
+
+
+def hours(runs: list[Run]) -> float:
+    """An estimate for one core, from the seconds of the results that are there: those of the runs most alike, by epoch."""
+    total = 0.0
+    for run in runs:
+        values = run.describe()
+        for names in _ALIKE:
+            alike = [
+                r
+                for file in ("paper.json", "certified.json", "held-out.json")
+                for r in described(file, **{n: values[n] for n in names})
+            ]
+            if alike:
+                total += run.settings.epochs * sum(r["seconds"] / r["run"]["epochs"] for r in alike) / len(alike)
+                break
+    return total / 3600
+
+
+def listing(seeds: int) -> str:
+    """All studies: how many runs, how many are known, and about how many hours the others take on one core."""
+    rows = []
+    for study in studies().values():
+        runs = study.runs(study.choice(seeds=seeds))
+        missing = [run for run in runs if not found([run])]
+        counts = [f"{len(runs)}", f"{hours(runs):.1f}", f"{len(missing)}", f"{hours(missing):.1f}"]
+        rows.append([study.name, f"{study.epochs}", *counts, study.about])
+    rows += [[name, "-", "-", all_hours, "-", "-", about] for name, (all_hours, about) in OTHERS.items()]
+    return table(["study", "epochs", "runs", "hours", "of them to run", "hours", "what"], rows)
+
+
+OTHERS = {
+    "figure-bound": ("0.1", "the cost of rejection: the ratio that the paper draws, and what it does to epsilon"),
+    "epsilons": ("0.0", "the paper's 15 settings: its nominal epsilon beside certified ones"),
+    "audit": ("0.5", "the sweep of docs/audit.md"),
+    "bugs": ("0.1", "mechanisms with planted bugs: the audit must refute each"),
+    "errata": ("0.0", "where the paper's privacy claim fails, in numbers"),
+    "pages": ("0.0", "fill the tables and pictures of docs/ from the results (--check: compare only)"),
+}
+
+
+def chosen(study: Study, wanted: list[str]) -> Choice:
+    """The settings of these labels; the first part of a label stands for all that begin with it."""
+    picked: list[str] = []
+    for text in (part for item in wanted for part in item.split(",")):
+        hits = [label for label in study.labels if label == text or label.startswith(f"{text}:")]
+        if not hits:
+            raise ValueError(f"there is no setting {text!r}; there are {', '.join(study.labels)}.")
+        picked += [label for label in hits if label not in picked]
+    return replace(study.choice(), labels=tuple(picked))
