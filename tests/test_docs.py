@@ -131,6 +131,22 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_are_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*\.md|)#([^)\s]+)\)", page.read_text()):
+        text = (page.parent / target if target else page).read_text()
+        lines = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+        headings = {re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in lines}
+        assert anchor in headings, f"{target}#{anchor}"
+
+
+def test_sections_that_the_code_names_exist() -> None:
+    sections = set(re.findall(r"^## (\d+)\.", (ROOT / "docs" / "theory.md").read_text(), re.MULTILINE))
+    for path in SOURCE.rglob("*.py"):
+        named = re.findall(r"sections? (\d+)(?: (?:and|to) (\d+))?", path.read_text())
+        assert {number for pair in named for number in pair if number} <= sections, path.name
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
@@ -148,6 +164,15 @@ def test_the_glossary_has_the_words_of_the_code() -> None:
     assert len(words) == len(set(words)) >= 20
     code = "\n".join(path.read_text() for path in SOURCE.rglob("*.py")).lower()
     assert [word for word in words if word not in code and word.replace(" ", "_") not in code] == []
+
+
+def test_the_readme_quotes_the_results() -> None:
+    """Every pair of accuracies is a row of docs/results.md, rounded."""
+    quoted = re.findall(r"^\| [^|]+ \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"\| ([\d.]+) ± [\d.]+ \(3\) \| ([\d.]+) ± [\d.]+ \(3\) \|", (ROOT / "docs" / "results.md").read_text())
+    assert len(quoted) == 4
+    for pair in quoted:
+        assert any(all(abs(float(q) - float(r)) <= 0.0501 for q, r in zip(pair, row, strict=True)) for row in rows), pair
 
 
 # --- programs -------------------------------------------------------------------------------------------------------------

