@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup setup-dev train test lint types tests slow check-accounting audit bench bench-quick results reproduce pages clean
+.PHONY: help setup setup-dev train test lint types tests test-all check-accounting audit bench bench-quick results reproduce pages clean
 
 help:
 	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
 	@echo "make test              set up .venv with the test extras; run ruff, mypy and the quick tests"
-	@echo "make slow              the slow tests"
+	@echo "make test-all          all other tests: long ones, and the wheel in an empty environment"
 	@echo "make check-accounting  sweep the accountant over its range against an oracle (20 minutes)"
 	@echo "make reproduce         list the studies behind docs/, with an estimate of their hours (python -m reproduction STUDY)"
 	@echo "make results           the tables of docs/results.md: hours; what has a result is not run again"
@@ -48,10 +48,11 @@ types:
 
 tests:
 	@echo "--- pytest"
-	$(BIN)/pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
-slow: setup-dev
-	$(BIN)/pytest -m slow
+test-all: setup-dev
+	@echo "--- pytest, the slow tier"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m slow
 
 check-accounting: setup-dev
 	$(BIN)/python benchmarks/check_accounting.py

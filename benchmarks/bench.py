@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from reproduction.pages import table
 from torch import nn
 
 import dpulr
 from benchmarks import results
 from benchmarks.peers import Step, cifar_like, exponent, mnist_like, ours, peers, plain
 from reproduction import ROOT
+from reproduction.pages import table
 
 SLACK = 1.25
 GHOST, HOOKS, PLAIN = "Opacus, ghost", "Opacus, hooks", "plain SGD"

@@ -21,10 +21,9 @@ from pathlib import Path
 os.environ.setdefault("DPULR_CACHE", "off")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.support.accounting_oracle import epsilon_near, nodes, product_nodes
-
 from dpulr import accounting as acc
 from dpulr.errors import BudgetError
+from tests.support.accounting_oracle import epsilon_near, nodes, product_nodes
 
 DELTA = 1e-5
 TARGETS = (0.06, 1.0, 18.0)

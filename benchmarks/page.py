@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from reproduction.pages import table
-
 from benchmarks import results
 from benchmarks.bench import FOUR, GHOST, HOOKS, ONE, PLAIN
+from reproduction.pages import table
 
 COLORS = {PLAIN: "#8a8a8a", GHOST: "#c8553d", HOOKS: "#e0a458", ONE: "#1f6fb4"}
 PAPER, PASSES, NAIVE = "paper, K = 16", "passes of paper, K = 16", "naive DP-ULR, K = 16"

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import page as performance
-
 import reproduction
+from benchmarks import page as performance
 from reproduction import audit_sweep, certified, errata, figure_bound, options, paper_figures, paper_tables, results_file
 from reproduction.pages import differs, fill
 

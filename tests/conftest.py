@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.support.small_cli import SMALL, Ended, dpulr
 
 torch.set_num_threads(1)

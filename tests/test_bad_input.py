@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import engine
-from tests.support.refusals import Watched, refused
 from torch import nn
 
 from dpulr.errors import BudgetError, DataError, InvalidArgument, ModelRefused, StepError
+from tests.support.core import engine
+from tests.support.refusals import Watched, refused
 
 
 def test_every_kind_of_error_is_what_callers_expect() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import LOSS, Kept, accuracy, blobs, engine, gradient, rounded, small_mlp, state_of, train
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
@@ -17,6 +16,7 @@ import dpulr
 from dpulr.engine import Released
 from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.randomness import GaussianNoise, RandomSource
+from tests.support.core import LOSS, Kept, accuracy, blobs, engine, gradient, rounded, small_mlp, state_of, train
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tests.support.core import blobs, engine, train
 
 import dpulr
 from dpulr import accounting
 from dpulr.errors import BudgetError, InvalidArgument
 from dpulr.plan import Request
 from dpulr.sampling import PoissonSampling, ShuffledSampling
+from tests.support.core import blobs, engine, train
 
 
 def asked(**changes: Any) -> Request:

@@ -16,9 +16,9 @@ import pytest
 import torch
 from scipy.stats import kstest, poisson
 from scipy.stats import norm as normal
-from tests.support.core import CPU, state_of
 
 from dpulr.randomness import Directions, GaussianNoise, RandomSource
+from tests.support.core import CPU, state_of
 
 WORD = 2**64
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.core import CPU
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from dpulr.errors import DataError
 from dpulr.records import Records
+from tests.support.core import CPU
 
 
 class Items(Dataset[Any]):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dpulr.paper.mechanism import Paper
     from dpulr.scores import evaluate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOME = {
     "Gaussian": "dpulr.mechanisms",

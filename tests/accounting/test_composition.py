@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.accounting.finite_pairs import divergence, finite_pair, masses
 
 from dpulr.accounting import composition
 from dpulr.accounting.dominating_pairs import atoms, subsampled
 from dpulr.accounting.gaussian import gaussian_cells
+from tests.accounting.finite_pairs import divergence, finite_pair, masses
 
 
 @given(masses, masses, st.integers(1, 4), masses, masses, st.integers(0, 2))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.accounting.finite_pairs import divergence, finite_pair, masses
 
 from dpulr.accounting.dominating_pairs import normal_mass, spread, subsampled
+from tests.accounting.finite_pairs import divergence, finite_pair, masses
 
 
 @given(masses, masses, st.floats(0.001, 3.0))

@@ -4,9 +4,9 @@ import math
 
 import pytest
 from scipy import optimize
-from tests.support.accounting_oracle import epsilon_of, gaussian_delta, nodes
 
 from dpulr import accounting as acc
+from tests.support.accounting_oracle import epsilon_of, gaussian_delta, nodes
 
 DELTA = 1e-5
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 from scipy import optimize, special, stats
-from tests.support.accounting_oracle import epsilon_of, log_hyp0f1, log_ratio, nodes, panels, product_nodes
 
 from dpulr import accounting as acc
 from dpulr.accounting import hidden_direction as hd
 from dpulr.accounting.privacy_cost import curves
+from tests.support.accounting_oracle import epsilon_of, log_hyp0f1, log_ratio, nodes, panels, product_nodes
 
 DELTA = 1e-5
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from scipy import special, stats
-from tests.support.accounting_oracle import log_ratio
 
 from dpulr import accounting as acc
 from dpulr.accounting.likelihood import gaussian_log_ratio, hidden_log_ratio, hidden_log_ratio_exact
+from tests.support.accounting_oracle import log_ratio
 
 
 def test_two_normals():

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize
-from tests.support.accounting_oracle import gaussian_delta
 
 from dpulr import accounting as acc
+from tests.support.accounting_oracle import gaussian_delta
 
 DELTA = 1e-5
 noises = st.floats(0.4, 20)

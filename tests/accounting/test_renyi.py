@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 from scipy import optimize
-from tests.support.accounting_oracle import gaussian_delta
 
 from dpulr import accounting as acc
 from dpulr.accounting import renyi
+from tests.support.accounting_oracle import gaussian_delta
 
 DELTA = 1e-5
 

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from tests.support.accounting_oracle import gaussian_delta, panels
 
 from dpulr import accounting as acc
 from dpulr.accounting.small_signal import likely_noise, likely_shift, mean_overlap
+from tests.support.accounting_oracle import gaussian_delta, panels
 
 DELTA = 1e-5
 

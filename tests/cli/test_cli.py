@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tests.support import small_job
-from tests.support.small_cli import SMALL, Ended, child_environment
 
 from dpulr import accounting, errors, runs
 from dpulr.cli import main
 from dpulr.cli.options import SPELLINGS
 from dpulr.cli.progress import LiveView, make_view
+from tests.support import small_job
+from tests.support.small_cli import SMALL, Ended, child_environment
 
 Cli = Callable[..., Ended]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.small_cli import SMALL, Ended
 
 from dpulr.data import fetch
 from dpulr.errors import DataError, RunError
 from dpulr.runs import checkpoint
 from dpulr.runs import run as running
 from dpulr.runs.settings import NAMES
+from tests.support.small_cli import SMALL, Ended
 
 Cli = Callable[..., Ended]
 CODES = {0, 1, 2, 3}

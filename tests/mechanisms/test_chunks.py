@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import engine
-from tests.support.memory import LiveBytes
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.mechanisms.chunks import Chunks
+from tests.support.core import engine
+from tests.support.memory import LiveBytes
 
 MB = 2**20
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import norm as normal
-from tests.support.core import LOSS, directions, engine, fit, normed_mlp, points, rounded, total, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
@@ -22,6 +21,7 @@ from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import WITH_MARGIN
 from dpulr.mechanisms.gaussian import FittedGaussian
 from dpulr.randomness import RandomSource
+from tests.support.core import LOSS, directions, engine, fit, normed_mlp, points, rounded, total, train
 
 ESTIMATORS = ("likelihood-ratio", "baseline", "antithetic")
 

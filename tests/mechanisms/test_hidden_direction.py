@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.support.core import LOSS, all_kinds, directions, engine, fit, mlp, points, rounded, total, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -24,6 +23,7 @@ import dpulr
 from dpulr.accounting.small_signal import mean_overlap
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.randomness import Ahead, Directions, RandomSource
+from tests.support.core import LOSS, all_kinds, directions, engine, fit, mlp, points, rounded, total, train
 
 
 # --- one step, literally --------------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import all_kinds, directions, engine, fit, mlp, parts_of, points, total, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.mechanisms.base import WITH_MARGIN
 from dpulr.model.layers.affine import LinearRule
+from tests.support.core import all_kinds, directions, engine, fit, mlp, parts_of, points, total, train
 
 # --- a record's bound -----------------------------------------------------------------------------------------------------
 SETTINGS: list[dict[str, Any]] = [

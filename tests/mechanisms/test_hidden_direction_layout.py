@@ -10,7 +10,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.support.core import LOSS, all_kinds, engine, fit, mlp, parts_of, points, train
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
@@ -19,6 +18,7 @@ import dpulr
 from dpulr.accounting.events import HiddenSite
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.randomness import RandomSource
+from tests.support.core import LOSS, all_kinds, engine, fit, mlp, parts_of, points, train
 
 
 # --- groups of layers -----------------------------------------------------------------------------------------------------

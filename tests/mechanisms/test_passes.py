@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import CPU, LOSS, engine, named, points
-from tests.support.own_mechanism import CoordinateDifferences
 from torch import Tensor, nn
 
 import dpulr
 from dpulr.mechanisms import Mechanism
 from dpulr.model.prepare import prepare
+from tests.support.core import CPU, LOSS, engine, named, points
+from tests.support.own_mechanism import CoordinateDifferences
 
 
 class Counted(nn.Module):

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.support.core import LOSS, accuracy, blobs, engine, fit, gradient, rounded, small_mlp, total, train
-from tests.support.own_mechanism import CoordinateDifferences, CoordinateRelease
 from torch import nn
 
 import dpulr
@@ -18,6 +16,8 @@ from dpulr import accounting, mechanisms
 from dpulr.accounting.kinds import from_dict, to_dict
 from dpulr.errors import InvalidArgument
 from dpulr.randomness import RandomSource
+from tests.support.core import LOSS, accuracy, blobs, engine, fit, gradient, rounded, small_mlp, total, train
+from tests.support.own_mechanism import CoordinateDifferences, CoordinateRelease
 
 
 # --- the list -------------------------------------------------------------------------------------------------------------

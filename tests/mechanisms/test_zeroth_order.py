@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.core import LOSS, accuracy, engine, fit, gradient, normed_mlp, points, rounded, total, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -18,6 +17,7 @@ from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import WITH_MARGIN
 from dpulr.mechanisms.zeroth_order import FittedZerothOrder
 from dpulr.randomness import RandomSource
+from tests.support.core import LOSS, accuracy, engine, fit, gradient, normed_mlp, points, rounded, total, train
 
 
 class Branching(nn.Module):

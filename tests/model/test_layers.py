@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from tests.support.layer_harness import CLOSE, Case, LayerHarness, WeightSpaceHarness
 from torch import Tensor, nn
 
 from dpulr.errors import ModelRefused
@@ -18,6 +17,7 @@ from dpulr.model.layers.affine import ConvRule, LinearRule
 from dpulr.model.sites import make_site
 from dpulr.model.trained_layers import Layer
 from dpulr.norms import flat_norm
+from tests.support.layer_harness import CLOSE, Case, LayerHarness, WeightSpaceHarness
 
 
 class TestLinear(LayerHarness):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.core import LOSS, engine
-from tests.support.refusals import Watched, refused
 from torch import Tensor, nn
 
 from dpulr.errors import ModelRefused
+from tests.support.core import LOSS, engine
+from tests.support.refusals import Watched, refused
 
 
 # --- models that mix records ----------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support import zoo
-from tests.support.core import CPU, LOSS, engine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +22,8 @@ from dpulr.model.passes import Move, Passes
 from dpulr.model.prepare import prepare
 from dpulr.model.replay import TracedPasses
 from dpulr.model.whole_passes import HookedPasses, RecordwisePasses
+from tests.support import zoo
+from tests.support.core import CPU, LOSS, engine
 
 Example = tuple[Any, Any]
 

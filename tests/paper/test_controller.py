@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.algorithm_1 import BASE, Literal, Residual, convolutions, data, fitted_to, images
-from tests.support.core import CPU, fit, normed_mlp, total
 from torch import nn
 
 import dpulr
 from dpulr.errors import ModelRefused
 from dpulr.paper.covariance import Covariance
+from tests.support.algorithm_1 import BASE, Literal, Residual, convolutions, data, fitted_to, images
+from tests.support.core import CPU, fit, normed_mlp, total
 
 
 # --- the covariance of a batch --------------------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.algorithm_1 import data, engine_for
-from tests.support.core import Kept, normed_mlp, train
 
 import dpulr
 from dpulr import accounting
 from dpulr.accounting import PrivacySpent
 from dpulr.errors import BudgetError, InvalidArgument
 from dpulr.paper.nominal import nominal_of
+from tests.support.algorithm_1 import data, engine_for
+from tests.support.core import Kept, normed_mlp, train
 
 
 def ran(**settings: Any) -> tuple[dpulr.PrivacyEngine, PrivacySpent]:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.algorithm_1 import BASE, SIGMA0, Literal, Residual, convolutions, data, engine_for, images
-from tests.support.core import LOSS, gradient, normed_mlp, total, train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.errors import InvalidArgument
 from dpulr.randomness import RandomSource
+from tests.support.algorithm_1 import BASE, SIGMA0, Literal, Residual, convolutions, data, engine_for, images
+from tests.support.core import LOSS, gradient, normed_mlp, total, train
 
 
 # --- Algorithm 1, literally -----------------------------------------------------------------------------------------------

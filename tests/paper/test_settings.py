@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.algorithm_1 import BASE, Literal, convolutions, data, engine_for, fitted_to
-from tests.support.core import Kept, gradient, normed_mlp, train
 from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.errors import InvalidArgument
 from dpulr.paper.mechanism import StepSettings
+from tests.support.algorithm_1 import BASE, Literal, convolutions, data, engine_for, fitted_to
+from tests.support.core import Kept, gradient, normed_mlp, train
 
 
 # --- by layer and by step -------------------------------------------------------------------------------------------------

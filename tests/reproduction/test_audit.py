@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from reproduction.opacus_game import OpacusGame
-from reproduction.paper_audit import PaperSetting
 
 import dpulr
 from dpulr.audit.games import RowsGame, single_canary_game
 from dpulr.audit.one_step import play
 from reproduction import audit_sweep, planted_bugs
+from reproduction.opacus_game import OpacusGame
+from reproduction.paper_audit import PaperSetting
 
 FEWER = {"seed-reused": 300, "noise-repeated": 300, "batch-statistics": 200, "shuffled": 2_000}  # one game per step takes long
 QUICK = [pytest.param(name, marks=pytest.mark.slow if name == "shuffled" else ()) for name in planted_bugs.BUGS]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from reproduction.pages import differs, fill, table
 
 from reproduction import documents, errata
+from reproduction.pages import differs, fill, table
 
 
 def test_a_page_is_filled_between_its_marks(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+
+from dpulr.runs.settings import Settings
 from reproduction.certified import DPSGD, HIDDEN, certified_run, comparisons, epsilon_of
 from reproduction.many_runs import Watcher, run_all
 from reproduction.paper_numbers import MODEL_SIZE, TABLE1
 from reproduction.paper_runs import method_of, paper_run
 from reproduction.results_file import FOLDER_VARIABLE, found, key
 from reproduction.run import Run
-
-from dpulr.runs.settings import Settings
 
 TINY = paper_run("dp-ulr", 100, 1.0, epochs=1, repeats=2, holdout=59_000)  # ten steps
 

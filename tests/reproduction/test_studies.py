@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduction.__main__ import main
-from reproduction.results_file import FOLDER_VARIABLE
-from reproduction.run import Run
 
 from dpulr.accounting import gaussian_epsilon
 from reproduction import options, studies
+from reproduction.__main__ import main
+from reproduction.results_file import FOLDER_VARIABLE
+from reproduction.run import Run
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.support.small_cli import child_environment
 
 ROOT = Path(__file__).parents[2]

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.small_cli import SMALL, Ended, child_environment
 
 from dpulr import files
 from dpulr.accounting.events import GaussianRelease, SampledStep
 from dpulr.errors import PrivacyRefusal
 from dpulr.runs.ledger import HEAD, LEDGER, DiskLedger, Start
+from tests.support.small_cli import SMALL, Ended, child_environment
 
 Cli = Callable[..., Ended]
 STEP = SampledStep(GaussianRelease(2.0), 0.1)
@@ -62,10 +62,9 @@ def test_a_charge_is_synced_before_append_returns(tmp_path: Path, monkeypatch: p
 
 def test_the_step_is_charged_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the mechanism starts to compute, the step must be on disk; and no noise may have been drawn into anything."""
-    from tests.support import small_job
-
     from dpulr.runs import Settings
     from dpulr.runs.training import Training
+    from tests.support import small_job
 
     job = Settings(mechanism="gaussian", batch_size=20, steps=3, target_epsilon=2)
     training = Training(job, small_job.data()[0], small_job.model())

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.small_cli import Ended
 
 from dpulr.errors import UsageError
 from dpulr.runs import Settings
 from dpulr.runs.folder import open_config
 from dpulr.runs.old_configs import upgraded
+from tests.support.small_cli import Ended
 
 Cli = Callable[..., Ended]
 OLD = Path(__file__).parent / "version_0_1_0"

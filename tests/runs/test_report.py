@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.support.small_cli import SMALL, Ended
 
 from dpulr import accounting
 from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.report import charts
+from tests.support.small_cli import SMALL, Ended
 
 Cli = Callable[..., Ended]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.small_cli import SMALL, Ended, child_environment
 
 import dpulr
 from dpulr import accounting
@@ -26,6 +25,7 @@ from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.process import Stop
 from dpulr.runs.settings import read_config
+from tests.support.small_cli import SMALL, Ended, child_environment
 
 Cli = Callable[..., Ended]
 

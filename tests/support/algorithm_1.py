@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.support.core import LOSS, engine, fit, points
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.paper.mechanism import FittedPaper
 from dpulr.randomness import RandomSource
+from tests.support.core import LOSS, engine, fit, points
 
 SIGMA0 = 0.9
 BASE: dict[str, Any] = {"repeats": 3, "max_grad_norm": 0.7, "sigma": 0.4}

@@ -14,8 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support import small_job
-
 from dpulr import accounting
 from dpulr.cli import main, progress
 from dpulr.runs import Settings, checkpoint, load
@@ -23,6 +21,7 @@ from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.loading import load_data
 from dpulr.runs.run import start
 from dpulr.runs.training import Training
+from tests.support import small_job
 
 STEPS, BATCH, EPSILON, DELTA = 300, 20, 2.0, 1e-5
 JOB = [

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.core import engine
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+from tests.support.core import engine
 
 
 class Watched(Dataset[Any]):

@@ -89,8 +89,8 @@ class FittedMechanism(ABC, Generic[Public]):
     """A mechanism tied to a model and a plan. A release is one flat vector of `size` numbers."""
 
     size: int
-    noise_std: float
-    """Standard deviation of the noise on every number of the release."""
+    noise_std: float = math.nan
+    """Standard deviation of the noise on every number of the release; NaN where it differs between them."""
 
     @property
     def part_sizes(self) -> list[int]:

@@ -72,8 +72,8 @@ def make_mechanism(settings: Settings) -> Mechanism:
     for name, value in options.items():
         if name not in defaults:
             raise UsageError(f"{settings.mechanism} has no setting {name!r}; it has {', '.join(defaults)}.")
-        if value is None and isinstance(defaults[name], str):
-            options[name] = "none"  # the word, where a setting takes words
+        if value is None and "None" not in str(kind.__annotations__.get(name, "None")):
+            options[name] = "none"  # the word, where a setting takes words but not nothing
     try:
         return kind(**options)
     except (TypeError, ValueError) as problem:  # nothing but the given values has been looked at yet

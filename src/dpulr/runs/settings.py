@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -227,6 +228,7 @@ def _converted(name: str, value: Any) -> Any:
     raise UsageError(f"{name} is {_short(value)}; it must be {expected}.")
 
 
+@cache
 def types_of(name: str) -> tuple[type[Any], ...]:
     """The types that a setting can have."""
     hint = get_type_hints(Settings)[name]
