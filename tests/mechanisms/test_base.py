@@ -100,9 +100,6 @@ def test_releases_lie_on_a_public_grid(mechanism: Mechanism, noise: float) -> No
     assert len(seen[0].unique()) > 1
 
 
-MISSING = "FittedPaper lacks noise_std, which FittedMechanism promises and the crafted game of the audit reads"
-
-
 @pytest.mark.parametrize(
     "mechanism",
     [m for m in MECHANISMS if m.name != "paper"],  # whose noise differs from number to number
