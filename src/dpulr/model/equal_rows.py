@@ -36,12 +36,13 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `records` is the size of the batch: the axis of that size counts them, or one whose size is a multiple of it (heads, repeats).
     Where there is none, or for one record, the operation is run as it is. Calls are seeded by their number, or, if not `counted`,
-    all alike: for passes that leave out a part of the model.
+    all alike: for passes that leave out a part of the model. What is drawn from another generator than torch's own is refused,
+    unless that is meant to be `public`; then it is left as it is.
     """
 
-    def __init__(self, records: int, *, counted: bool = True) -> None:
+    def __init__(self, records: int, *, counted: bool = True, public: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records, self.counted, self.calls = records, counted, 0
+        self.records, self.counted, self.public, self.calls = records, counted, public, 0
         self._state = torch.get_rng_state()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +58,10 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         names = [argument.name for argument in func._schema.arguments]
         values = {**dict(zip(names, args, strict=False)), **kwargs}
-        self._refuse_known_numbers(values.get("generator"))
+        if not self.public:
+            self._refuse_known_numbers(values.get("generator"))
+        elif values.get("generator") is not None:
+            return func(**values)
         self.calls += 1
         try:
             return self._drawn(func, values)
@@ -79,7 +83,8 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _drawn(self, func: Any, values: dict[str, Any]) -> Any:
-        values = {name: value for name, value in values.items() if name != "generator"}
+        if "generator" in values:
+            values = {**values, "generator": None}
         size = values.get("size", values.get("shape"))
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         largest = max(tensors, key=lambda name: tensors[name].numel(), default=None)
