@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpulr.accounting.events import GaussianRelease, HiddenDirectionRelease, Release
+from dpulr.accounting.events import Release
+from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import Batch, FittedMechanism, Mechanism, on_grid
 from dpulr.model.batches import copied, join, rows, synthetic
 from dpulr.model.equal_rows import EqualRows
@@ -50,7 +52,7 @@ def check_mechanism(fitted: FittedMechanism[Any], forward: Forward, plan: Plan) 
     if bound is None:
         return (
             f"its release ({type(plan.step.release).__name__}) does not say how far one record may move the sum: give it a "
-            "noise_multiplier, or a method bound(noise_std)"
+            "noise_multiplier, or the property shifts"
         )
     with torch.inference_mode(), forward.checked_mode(), torch.random.fork_rng():
         try:
@@ -66,13 +68,9 @@ def check_mechanism(fitted: FittedMechanism[Any], forward: Forward, plan: Plan) 
 
 def bound_of(release: Release, noise_std: float) -> float | None:
     """How far one record may move the sum, in length, if the release is to be what it says under this noise."""
-    if isinstance(release, HiddenDirectionRelease):
-        ratios = [*(site.noise_ratio for site in release.sites), *release.gaussian]
-        return math.hypot(*(noise_std / ratio for ratio in ratios))
-    stated = getattr(release, "bound", None)
-    if callable(stated):
-        return float(stated(noise_std))
-    multiplier = release.noise_multiplier if isinstance(release, GaussianRelease) else getattr(release, "noise_multiplier", None)
+    with suppress(InvalidArgument):
+        return noise_std * math.hypot(*release.shifts)
+    multiplier = getattr(release, "noise_multiplier", None)
     return noise_std / float(multiplier) if isinstance(multiplier, int | float) and multiplier > 0 else None
 
 

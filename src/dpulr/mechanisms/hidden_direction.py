@@ -135,7 +135,8 @@ class Layout:
         ratios = [noise_multiplier / weight for weight in self.weights(noise_multiplier)]
         repeats = self.settings.repeats
         hidden = tuple(HiddenSite(self.dims[g], ratios[g], repeats) for g in range(len(self.hidden_groups)))
-        return HiddenDirectionRelease(hidden, () if self.exact is None else (ratios[self.exact],))
+        exact = () if self.exact is None else (ratios[self.exact],)
+        return HiddenDirectionRelease(hidden, exact, numbers=sum(site.size for site in self.sites))
 
     def weights(self, noise_multiplier: float) -> tuple[float, ...]:
         """The bound C of each group."""

@@ -59,7 +59,7 @@ class ZerothOrder(Mechanism):
         validate.one_of("directions", self.directions, ("normal", "sphere"))
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> GaussianRelease:
-        return GaussianRelease(noise_multiplier, mechanism=self.name)
+        return GaussianRelease(noise_multiplier, mechanism=self.name, numbers=self.repeats)
 
     def passes(self, sites: Sequence[Site]) -> int:
         return 2 * self.repeats

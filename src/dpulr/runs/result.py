@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dpulr import __version__, accounting
+from dpulr.accounting.disk_ledger import DiskLedger
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import RunError
 from dpulr.files import read_json
