@@ -27,8 +27,19 @@ def of_torch(func: Any) -> bool:
     return func.namespace in _OF_TORCH
 
 
-def draws_numbers(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """By torch's own tags, and whether there is anything to draw: attention without dropout and dropout in eval mode draw nothing."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    values = _by_name(func, args, kwargs)
+    return all(values.get(name, True) not in (0, False) for name in ("dropout_p", "dropout", "train", "training"))
+
+
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operation, defaults included."""
+    arguments = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return {**defaults, **dict(zip([argument.name for argument in arguments], args, strict=False)), **kwargs}
 
 
 class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,7 +58,7 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws_numbers(func):
+        if not draws_numbers(func, args, kwargs):
             out = func(*args, **kwargs)
             if not of_torch(func):
                 self._state = torch.get_rng_state()
@@ -56,8 +67,7 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func.decompose(*args, **kwargs)  # dropout, attention: into operations that do nothing but draw
         if out is not NotImplemented:
             return out
-        names = [argument.name for argument in func._schema.arguments]
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        values = _by_name(func, args, kwargs)
         if not self.public:
             self._refuse_known_numbers(values.get("generator"))
         elif values.get("generator") is not None:
