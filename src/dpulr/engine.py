@@ -7,7 +7,7 @@ before the step that would exceed the target epsilon.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,14 +152,17 @@ class PrivacyEngine:
     def _computing(self) -> Iterator[None]:
         """Without gradients, in full precision, in the mode that was checked, with secret randomness in the model."""
         device, precision = self.forward.device, torch.get_float32_matmul_precision()
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-            stack.enter_context(self.forward.checked_mode())
-            stack.enter_context(self._model_randomness(device))
-            torch.set_float32_matmul_precision("highest")
-            stack.callback(torch.set_float32_matmul_precision, precision)
-            yield
+        torch.set_float32_matmul_precision("highest")
+        try:
+            with (
+                torch.inference_mode(),
+                torch.autocast(device.type, enabled=False),
+                self.forward.checked_mode(),
+                self._model_randomness(device),
+            ):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
 
     def on_release(self, observer: Callable[[Released], None]) -> Callable[[], None]:
         """Call `observer` with everything that each step makes public. Returns a function that ends this."""

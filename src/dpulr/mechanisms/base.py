@@ -21,7 +21,7 @@ from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import count
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
-from dpulr.model.sites import Bases, PublicBases, Site, Space
+from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
 from dpulr.plan import Plan, Request, certified_plan
 from dpulr.randomness import Directions
 
@@ -137,11 +137,15 @@ class SitewiseMechanism(FittedMechanism[Bases]):
 
     def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Any:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
-        parts = self.parts(total)
         for chunk in self.chunks.records(batch):
             directions.expect(self.draws(count(chunk[1])))
             for clean in self.forward.clean(*chunk):
-                self.add(clean, public, directions, parts)
+                if clean.records > SUMMED_TOGETHER:
+                    self.add(clean, public, directions, self.parts(total))
+                else:
+                    few = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+                    self.add(clean, public, directions, self.parts(few))
+                    total += few
         return total
 
     def draws(self, records: int) -> list[int]:

@@ -24,7 +24,7 @@ from dpulr.norms import flat_norm
 
 Space = Literal["auto", "output", "weight"]
 _MOST_AHEAD, _NUMBERS_AHEAD = 64, 2**17
-_SUMMED_TOGETHER = 256
+SUMMED_TOGETHER = 512
 """Records whose gradients are added in the model's own precision; these sums are added in float64 (docs/theory.md, section 9)."""
 
 
@@ -132,7 +132,8 @@ class Site(ABC):
     def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
         """Add sum_i scale_i * gradient_i to the site's part of the release. A record that is not finite adds nothing.
 
-        `finite` says that there is none: that saves reading the input once more.
+        `finite` says that there is none: that saves reading the input once more. A part in float64 takes any number of records; one
+        in the model's own precision takes few (SUMMED_TOGETHER).
         """
 
     @staticmethod
@@ -195,10 +196,13 @@ class OutputSite(Site):
                 good = torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1)
                 bad = ~(good & torch.isfinite(scaled).all(1))
                 call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
-        for start in range(0, len(scaled), _SUMMED_TOGETHER):
-            some = call if len(scaled) <= _SUMMED_TOGETHER else call.rows(start, start + _SUMMED_TOGETHER)
+        if part.dtype == signal.dtype:
+            self.rule.add_gradient(call, self._shaped(scaled), self._views(part))
+            return
+        for start in range(0, len(scaled), SUMMED_TOGETHER):
             total = torch.zeros(self.size, dtype=signal.dtype, device=signal.device)
-            self.rule.add_gradient(some, self._shaped(scaled[start : start + _SUMMED_TOGETHER]), self._views(total))
+            rows = call.rows(start, start + SUMMED_TOGETHER), self._shaped(scaled[start : start + SUMMED_TOGETHER])
+            self.rule.add_gradient(*rows, self._views(total))
             part += total
 
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
