@@ -265,7 +265,7 @@ class Replay:
         source.own_directions.forget()
         source.batch_rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
         self._released.clear(), self._totals.clear()
-        charged, noises, states = engine.steps_taken, source.own_noise.draws, _global_states()
+        charged, noises, states = engine.ledger.steps, source.own_noise.draws, _global_states()
         raised: tuple[str, str] | None = None
         with warnings.catch_warnings(record=True) as said, contextlib.redirect_stdout(io.StringIO()) as out:
             warnings.simplefilter("always")
@@ -281,9 +281,8 @@ class Replay:
             "error": raised,
             "warnings": [(warning.category.__name__, str(warning.message)) for warning in said],
             "printed": out.getvalue(),
-            "charges": engine.steps_taken - charged,
-            "charged as": engine.ledger.charges[-1].step if engine.steps_taken else None,
-            "guarantee": engine.guarantee,
+            "charges": engine.ledger.steps - charged,
+            "charged as": engine.ledger.charges[-1].step if engine.ledger.steps else None,
             "releases": [(tuple(values.shape), values.dtype) for values in self._released],
             "draws of noise": source.own_noise.draws - noises,
             "gradients": [None if p.grad is None else (tuple(p.grad.shape), p.grad.dtype) for p in engine.model.parameters()],
@@ -292,6 +291,12 @@ class Replay:
             "modes": [module.training for module in engine.model.modules()],
         }
         return Recorded(self._totals[0].double() if self._totals else None, source.own_directions.drawn, seen)
+
+    def sum_over(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of bounded signals over these records, in this order."""
+        self.source.own_directions.forget()
+        with torch.inference_mode(), self.engine.forward.checked_mode(), self.source.model_randomness(self.engine.forward.device):
+            return self.engine.fitted.sum_of_bounded_signals((inputs, targets), self._public, self.source.own_directions).double()
 
     def shares(self, difference: Tensor) -> dict[str, float]:
         """The difference of two sums in the metric that the charged release states: each part over its own bound."""
