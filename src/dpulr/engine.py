@@ -6,9 +6,12 @@ before the step that would exceed the target epsilon.
 
 from __future__ import annotations
 
+import secrets
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,10 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpulr import accounting, validate
+from dpulr.accounting.disk_ledger import ledger_at
 from dpulr.accounting.events import Charge, Unaccounted
 from dpulr.accounting.statement import Guarantee
 from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.misuse import Watch
 from dpulr.model.batches import copied
 from dpulr.model.losses import LossFunction
 from dpulr.model.prepare import check_labels, prepare
@@ -46,8 +51,10 @@ class PrivacyEngine:
     Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the
     step that would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the
     size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
-    `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an audit); like
-    `insecure_noise_seed`, it voids the guarantee.
+    `schema` is an example of a record, whose shapes and types all others must have (default: the first record's; they are public).
+    `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
+    it holds counts as spent. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
+    audit); like `insecure_noise_seed`, it voids the guarantee.
     """
 
     def __init__(
@@ -74,6 +81,8 @@ class PrivacyEngine:
         insecure_noise_seed: int | None = None,
         randomness: RandomSource | None = None,
         replay: Literal["auto", "trace", "hook"] = "auto",
+        schema: tuple[Any, Any] | None = None,
+        ledger: str | Path | None = None,
     ) -> None:
         source = _source(insecure_noise_seed, randomness)
         validate.whole_number("seed", seed, 0)
@@ -83,7 +92,7 @@ class PrivacyEngine:
         self.model, self.optimizer = model, optimizer
         find_layers(model)  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
-        self.records = Records(dataset, device)
+        self.records = Records(dataset, device, schema=schema)
         request = Request(
             records=self.records.size,
             batch_size=batch_size,
@@ -103,7 +112,13 @@ class PrivacyEngine:
         check_labels(self.forward, self.records.all_targets(), self.records.example)
         self.plan: Plan = self.mechanism.plan(request, self.forward.sites)
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
-        self.ledger = accounting.Ledger()
+        self.run, self._reasons = secrets.token_hex(8), list[str]()
+        self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
+        self._watch = Watch(optimizer, self.forward.parameters(), self._void)
+        if ledger is not None:
+            fixed = ("noise_multiplier", "rejection_threshold", "target_epsilon", "target_delta")
+            start = {name: getattr(self.plan, name) for name in fixed}
+            self.use_ledger(ledger_at(Path(ledger), planned_steps=self.plan.steps, **start))
         self._sampler = self.plan.sampler()
         self._batch_rng, self._noise = source.batches(), source.noise(self.fitted.size)
         self._directions, self._model_randomness = source.directions(device, self.forward.dtype), source.model_randomness
@@ -123,6 +138,7 @@ class PrivacyEngine:
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
         while self.steps_taken < end:
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
+                self._charge()
                 sampler = self._sampler.with_threshold(self.plan.at(self.steps_taken).rejection_threshold)
                 self._own = self.records.take(sampler.draw(self.records.size, self._batch_rng))
                 self._current = copied(self._own)
@@ -134,9 +150,8 @@ class PrivacyEngine:
                 )
 
     def step(self, inputs: Any, targets: Any) -> None:
-        """One private step on the current batch of `batches()`, which is used up by it. It is charged first."""
-        batch, number = self._taken(inputs, targets), self.steps_taken
-        self.ledger.append(self.plan.at(number).event)
+        """One private step on the current batch of `batches()`, which is used up by it. It was charged before it was read."""
+        number, batch = self.steps_taken, self._taken(inputs, targets)
         self._noise.prepare()
         with self._computing():
             public = self.fitted.draw_public(number)
@@ -146,7 +161,8 @@ class PrivacyEngine:
                 observer(Released(number, public, values.clone()))
             self.fitted.gradients(values, public, self._gradients)
         self._assign()
-        self.optimizer.step()
+        with self._watch.own_step():
+            self.optimizer.step()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -168,6 +184,12 @@ class PrivacyEngine:
         """Call `observer` with everything that each step makes public. Returns a function that ends this."""
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
+
+    def _charge(self) -> None:
+        """Charge the next step: before its records are read, and before anything is drawn for it."""
+        self._watch.check()
+        event = self.plan.at(self.steps_taken).event
+        self.ledger.append(Unaccounted(self._reasons[0]) if self._reasons else event)
 
     def _taken(self, inputs: Any, targets: Any) -> Batch:
         """The engine's own copy of the current batch, if that is what was given; it is used up by that.
@@ -195,7 +217,8 @@ class PrivacyEngine:
     # --- privacy ------------------------------------------------------------------------------------------------------
     @property
     def steps_taken(self) -> int:
-        return self.ledger.steps
+        """Steps that are charged, but for the one whose batch waits for `step`."""
+        return self.ledger.steps - (self._current is not None)
 
     @property
     def planned_steps(self) -> int:
@@ -224,11 +247,31 @@ class PrivacyEngine:
     @property
     def guarantee(self) -> Guarantee:
         """What the epsilon of this run is worth, all of its ledger and the step to come included."""
-        return accounting.guarantee_of([*self.ledger.charges, Charge(self.plan.at(self.steps_taken).event, 1)])
+        left = max(1, self.planned_steps - self.ledger.steps)
+        planned = [*self.ledger.charges, Charge(self.plan.at(self.steps_taken).event, left)]
+        return "none" if self._reasons else accounting.guarantee_of(planned, self.target_delta)
 
     def privacy_spent(self, delta: float | None = None) -> accounting.PrivacySpent:
         """What the steps so far have cost, as numbers and, printed, as a sentence."""
-        return accounting.privacy_spent(self.ledger.charges, self.target_delta if delta is None else delta)
+        return accounting.privacy_spent(
+            self.ledger.charges,
+            self.target_delta if delta is None else delta,
+            reasons=self._reasons,
+            public_size=self.plan.public_size,
+            schema=str(self.records.schema),
+        )
+
+    def parameters_changed(self, *, public: bool) -> None:
+        """Say that parameters were changed between two steps. `public`: the new values are public, or were released by this run."""
+        if not public:
+            self._void("parameters were changed to values that are not public")
+        self._watch.accept()
+
+    def _void(self, reason: str) -> None:
+        """From now on nothing is certified, and a warning says why."""
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+            warnings.warn(f"no guarantee any more: {reason}.", stacklevel=2)
 
     # --- resuming -----------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -237,29 +280,56 @@ class PrivacyEngine:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "ledger": self.ledger.to_dict(),
+            "run": self.run,
+            "reasons": list(self._reasons),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a run: what its ledger holds counts as spent. The plan shrinks if the target would be exceeded."""
-        if self.steps_taken > 0:
-            raise StepError(
-                f"this engine has taken {self.steps_taken} steps, which the loaded ledger does not hold: their cost would be "
-                "forgotten. Load into a new engine."
+        """Continue a run, or go back to an earlier state of it. What was charged stays charged: in this process all of it counts.
+
+        The plan shrinks if the target would be exceeded.
+        """
+        missing = [key for key in ("model", "optimizer", "ledger") if key not in state]
+        if missing:
+            raise InvalidArgument(
+                f"this is not the state of an engine: it has no {missing[0]!r}. A model's own goes to model.load_state_dict()."
             )
-        self.use_ledger(accounting.Ledger.from_dict(state["ledger"]))
+        run = state.get("run")
+        if run != self.run:
+            if self.ledger.steps > 0:
+                raise StepError(
+                    f"this engine has charged {self.ledger.steps} steps, which a state of another run does not hold. To take over "
+                    "other weights use model.load_state_dict(state['model']) and engine.parameters_changed(public=True): the "
+                    "engine goes on counting."
+                )
+            self.run = run or self.run
+            self.use_ledger(_largest(self.run, accounting.Ledger.from_dict(state["ledger"])))
+        for reason in state.get("reasons", ()):
+            self._void(str(reason))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._watch.accept()
 
     def use_ledger(self, ledger: accounting.Ledger) -> None:
         """Charge the steps to this ledger, one on disk for example. What it holds counts as spent."""
-        if self.steps_taken > 0:
-            raise StepError(f"this engine has taken {self.steps_taken} steps that the other ledger does not hold.")
+        if self.ledger.steps > 0:
+            raise StepError(f"this engine has charged {self.ledger.steps} steps that the other ledger does not hold.")
         unaccounted = [charge.step.reason for charge in ledger.charges if isinstance(charge.step, Unaccounted)]
         if unaccounted and self.target_epsilon is not None and not isinstance(self.plan.event, Unaccounted):
             raise BudgetError(f"no target_epsilon can be met on top of a ledger without a guarantee: {unaccounted[0]}.")
-        self.ledger = ledger
+        self.ledger = _LEDGERS[self.run] = ledger
         if any(charge.step != self.plan.event for charge in ledger.charges):
             self.plan = self.plan.limited(ledger.charges)
+
+
+_LEDGERS: dict[str, accounting.Ledger] = {}
+"""The ledger of every run of this process: an engine that loads a state of one goes on with it, so that nothing is forgotten."""
+
+
+def _largest(run: str, ledger: accounting.Ledger) -> accounting.Ledger:
+    """The ledger that this process knows of a run, unless a stored state of it holds more."""
+    known = _LEDGERS.get(run)
+    return ledger if known is None or known.steps < ledger.steps else known
 
 
 def _source(insecure_noise_seed: int | None, randomness: RandomSource | None) -> RandomSource:

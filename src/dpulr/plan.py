@@ -144,6 +144,8 @@ class Plan:
     target_delta: float
     step: SampledStep | None
     void: str | None
+    public_size: int | None = None
+    """The size of the data set, where it was taken as public."""
 
     @property
     def event(self) -> SampledStep | Unaccounted:
@@ -210,6 +212,7 @@ def plan_of(request: Request, noise: float, threshold: int, step: SampledStep | 
         target_delta=request.target_delta,
         step=step,
         void=void,
+        public_size=None if request.batch_size is None else request.records,
     )
 
 

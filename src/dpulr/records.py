@@ -17,7 +17,8 @@ from dpulr.errors import DataError
 class Records:
     """A map-style data set as nested batches (inputs, targets). Tensor data sets are indexed at once, others item by item."""
 
-    def __init__(self, dataset: Dataset[Any], device: torch.device) -> None:
+    def __init__(self, dataset: Dataset[Any], device: torch.device, schema: Any = None) -> None:
+        self.schema = schema
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"the data set ({type(dataset).__name__}) must be map-style, with __getitem__ and __len__: sampling picks records."

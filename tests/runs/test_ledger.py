@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from dpulr import files
+from dpulr.accounting.disk_ledger import HEAD, LEDGER, DiskLedger, Start
 from dpulr.accounting.events import GaussianRelease, SampledStep
 from dpulr.errors import PrivacyRefusal
-from dpulr.runs.ledger import HEAD, LEDGER, DiskLedger, Start
 from tests.support.small_cli import SMALL, Ended, child_environment
 
 Cli = Callable[..., Ended]

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from dpulr import accounting
-from dpulr.runs.ledger import DiskLedger, ledger_digest
+from dpulr.accounting.disk_ledger import DiskLedger, ledger_digest
 from dpulr.runs.report import charts
 from tests.support.small_cli import SMALL, Ended
 

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from dpulr import accounting
+from dpulr.accounting.disk_ledger import DiskLedger, ledger_digest
 from dpulr.cli import main, progress
 from dpulr.runs import Settings, checkpoint, load
-from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.loading import load_data
 from dpulr.runs.run import start
 from dpulr.runs.training import Training

@@ -42,7 +42,7 @@ class PrivacySpent:
         return _sentence(self)
 
 
-def privacy_spent(charges: Iterable[Charge], delta: float, *, reasons: Iterable[str] = (), method: str = "pld") -> PrivacySpent:
+def privacy_spent(charges: Iterable[Charge], delta: float, *, reasons: Iterable[str] = (), method: str = "pld", public_size: int | None = None, schema: str | None = None) -> PrivacySpent:
     """Price the charges and say what kind of guarantee stands behind the number. `reasons` void it."""
     validate.delta(delta)
     validate.method(method)
@@ -71,7 +71,7 @@ def privacy_spent(charges: Iterable[Charge], delta: float, *, reasons: Iterable[
     )
 
 
-def guarantee_of(charges: Iterable[Charge]) -> Guarantee:
+def guarantee_of(charges: Iterable[Charge], delta: float = 1e-5) -> Guarantee:
     """What stands behind the epsilon of these charges, without pricing them."""
     joined = merged(charges)
     releases = [charge.step.release for charge in joined if isinstance(charge.step, SampledStep)]

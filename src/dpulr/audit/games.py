@@ -99,9 +99,14 @@ def released_in(engine: PrivacyEngine, steps: int) -> list[Released]:
     return heard
 
 
-def unmoved(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that leaves the model as it is, so that every release is of the same game."""
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+class Unmoved(torch.optim.Optimizer):
+    """Leaves the model as it is, so that every release is of the same game."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([p for p in model.parameters() if p.requires_grad], {})
+
+    def step(self, closure: Any = None) -> None:
+        return None
 
 
 class Table(nn.Module):
@@ -145,7 +150,7 @@ class RowsGame(Game):
         model = Table(2 * self.rows, dim)
         self.engine = PrivacyEngine(
             model,
-            unmoved(model),
+            Unmoved(model),
             TensorDataset(torch.arange(self.rows), target),
             linear_loss,
             mechanism=mechanism,
@@ -219,7 +224,7 @@ class BatchGame(Game):
                 warnings.filterwarnings("ignore", message="running whole forward passes")
                 engine = PrivacyEngine(
                     model,
-                    unmoved(model),
+                    Unmoved(model),
                     TensorDataset(*data),
                     loss_fn,
                     mechanism=by_name(mechanism),

@@ -196,6 +196,7 @@ class TrainingGame(BatchGame):
         with torch.no_grad():
             for parameter, value in zip(self.parameters, self.start, strict=True):
                 parameter.copy_(value)
+        engine.parameters_changed(public=True)
         engine.optimizer.state.clear()
         for inputs, targets in engine.batches(self.training_steps):
             engine.step(inputs, targets)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import Mechanism
+from dpulr.user_code import user_module
 
 Kind = TypeVar("Kind", bound=type[Mechanism])
 _REGISTERED: dict[str, type[Mechanism]] = {}
@@ -32,9 +33,12 @@ def registry() -> dict[str, type[Mechanism]]:
 
 
 def kind_of(mechanism: str | Mechanism) -> type[Mechanism]:
-    """The class of a mechanism, or the class of this name."""
+    """The class of a mechanism, or the class of this name. "package.module:name" imports the module that registers it."""
     if isinstance(mechanism, Mechanism):
         return type(mechanism)
+    if isinstance(mechanism, str) and ":" in mechanism:
+        module, _, mechanism = mechanism.partition(":")
+        user_module(module)
     known = registry()
     if mechanism not in known:
         raise InvalidArgument(

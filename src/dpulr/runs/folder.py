@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 from filelock import FileLock, Timeout
 
 from dpulr.errors import PrivacyRefusal, UsageError
 from dpulr.files import write_all
 from dpulr.runs.settings import Settings, read_config
+from dpulr.user_code import user_module
 
 CONFIG, METRICS, RESULT, UNPROTECTED = "config.json", "metrics.jsonl", "result.json", "unprotected.jsonl"
 LOCK = ".lock"
@@ -35,17 +33,10 @@ def open_config(folder: Path) -> tuple[Settings, bytes]:
 def _import_users_code(settings: Settings) -> None:
     """A user's module may register a mechanism, and the kind of release that the ledger holds. Where it fails, it is not needed,
     or whoever needs it says so."""
-    for path in (settings.dataset, settings.model):
+    for path in (settings.dataset, settings.model, settings.mechanism):
         if ":" in path:
-            with contextlib.suppress(Exception):
-                import_module_of(path)
-
-
-def import_module_of(path: str) -> ModuleType:
-    """The module of package.module:function. The working folder is searched first."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return importlib.import_module(path.partition(":")[0])
+            with contextlib.suppress(UsageError):
+                user_module(path.partition(":")[0])
 
 
 @contextlib.contextmanager

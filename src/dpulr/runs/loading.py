@@ -17,9 +17,10 @@ from dpulr import data, mechanisms, models
 from dpulr.errors import RunError, UsageError
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
-from dpulr.runs.folder import import_module_of, open_config
+from dpulr.runs.folder import open_config
 from dpulr.runs.settings import Settings
 from dpulr.scores import Scores, score
+from dpulr.user_code import named, user_module
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": models.mlp, "resnet5": models.resnet5}
 _MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
@@ -61,10 +62,7 @@ def make_model(settings: Settings) -> nn.Module:
 
 def make_mechanism(settings: Settings) -> Mechanism:
     """The mechanism with the run's settings of it."""
-    known = mechanisms.registry()
-    kind = known.get(settings.mechanism)
-    if kind is None:
-        raise UsageError(f"mechanism is {settings.mechanism!r}; it must be one of {', '.join(known)}.")
+    kind = mechanisms.kind_of(settings.mechanism)
     options = dict(settings.mechanism_options)
     defaults = {item.name: item.default for item in fields(kind)}  # type: ignore[arg-type]
     if "repeats" in defaults and settings.repeats is not None:
@@ -83,10 +81,7 @@ def make_mechanism(settings: Settings) -> Mechanism:
 def _call(path: str, offered: Mapping[str, Any]) -> Any:
     """Call package.module:function with those of the offered arguments that it takes."""
     module_name, _, function_name = path.partition(":")
-    try:
-        module = import_module_of(path)
-    except Exception as problem:
-        raise UsageError(f"{module_name!r} can't be imported: {_named(problem)}") from problem
+    module = user_module(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
@@ -94,11 +89,7 @@ def _call(path: str, offered: Mapping[str, Any]) -> Any:
         taken = inspect.signature(function).parameters
         return function(**{name: value for name, value in offered.items() if name in taken})
     except Exception as problem:
-        raise UsageError(f"{path} failed: {_named(problem)}") from problem
-
-
-def _named(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}".rstrip(": ")
+        raise UsageError(f"{path} failed: {named(problem)}") from problem
 
 
 # --- a run's model ------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dpulr import __version__
+from dpulr.accounting.disk_ledger import DiskLedger
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import RunError
 from dpulr.files import read_json
-from dpulr.runs.ledger import DiskLedger
 from dpulr.runs.settings import Settings
 from dpulr.scores import Scores
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dpulr import accounting
+from dpulr.accounting.disk_ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
 from dpulr.accounting.events import Charge
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
@@ -23,7 +24,6 @@ from dpulr.model.batches import call_model
 from dpulr.runs import checkpoint
 from dpulr.runs import result as results
 from dpulr.runs.folder import CONFIG, METRICS, RESULT, UNPROTECTED, locked, open_config
-from dpulr.runs.ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
 from dpulr.runs.loading import load_data, make_model
 from dpulr.runs.process import Clock, Stop, seconds_before
 from dpulr.runs.settings import Settings
@@ -97,6 +97,7 @@ def resume(
         if int(about.get("entries", 0)) > ledger.entries:
             raise PrivacyRefusal(f"{folder / checkpoint.CHECKPOINT} is newer than the ledger: entries are missing there.")
         engine = training.engine
+        engine.parameters_changed(public=True)  # what a run has saved, it has released
         engine.use_ledger(ledger)
         if steps is not None and engine.planned_steps < steps:
             raise PrivacyRefusal(

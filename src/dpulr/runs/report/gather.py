@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dpulr import accounting
+from dpulr.accounting.disk_ledger import DiskLedger, ledger_digest
 from dpulr.errors import RunError
 from dpulr.files import read_json, read_lines
 from dpulr.runs.folder import METRICS, RESULT, UNPROTECTED, open_config
-from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.process import process_seconds
 from dpulr.runs.settings import Settings
 

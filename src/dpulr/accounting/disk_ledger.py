@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -20,10 +21,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from dpulr import accounting
 from dpulr.accounting import events
 from dpulr.accounting.events import Charge, SampledStep, Unaccounted
-from dpulr.errors import PrivacyRefusal
+from dpulr.errors import InvalidArgument, PrivacyRefusal
 from dpulr.files import write_all
 
 LEDGER, HEAD = "ledger.jsonl", "ledger.head"
@@ -56,6 +59,7 @@ class DiskLedger(accounting.Ledger):
         self._events: list[SampledStep | Unaccounted] = []
         self._order: list[int] = []
         self._broken = False
+        self.lock: FileLock | None = None
 
     # --- opening --------------------------------------------------------------------------------------------------------
     @classmethod
@@ -150,6 +154,30 @@ class DiskLedger(accounting.Ledger):
         _write_head(self.folder, self.entries, self.head)
         self._broken = False
         self.seconds += time.perf_counter() - began
+
+
+def ledger_at(path: Path, **plan: Any) -> DiskLedger:
+    """The ledger of a program of one's own, at this path: made if it is missing; what an existing one holds counts as spent.
+
+    It is held by this process until it ends. `plan`: the fields of `Start` but for its names.
+    """
+    if path.name != LEDGER:
+        raise InvalidArgument(f"ledger is {str(path)!r}; it must be a path that ends in {LEDGER}.")
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0, mode=0o644, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout as held:
+        raise PrivacyRefusal(f"another process charges its steps to {path}.") from held
+    own = ledger_digest(b"a program of one's own")
+    if path.exists():
+        cut_torn_end(folder)
+        ledger = DiskLedger.open(folder, own)
+    else:
+        ledger = DiskLedger.create(folder, Start(run=secrets.token_hex(8), config=own, **plan))
+    ledger.lock = lock
+    return ledger
 
 
 def now() -> str:

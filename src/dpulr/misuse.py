@@ -1,0 +1,81 @@
+"""What would void a guarantee behind the engine's back: steps of the optimizer, or changes of parameters, that it did not make.
+
+The optimizer and the parameters are the user's. An update from `loss.backward()` in the same loop would put exact gradients into
+the weights, and no epsilon would cover that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+Report = Callable[[str], None]
+
+
+class Watch:
+    """Reports, once each, a step of the optimizer and a change of a parameter that did not come from `own_step`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], report: Report) -> None:
+        self._parameters, self._report = list(parameters), report
+        self._own = False
+        self._seen = self._fingerprint()
+        self._hook = optimizer.register_step_pre_hook(self._before_step)  # type: ignore[no-untyped-call]
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch another optimizer from now on."""
+        self._hook.remove()
+        self._hook = optimizer.register_step_pre_hook(self._before_step)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def own_step(self) -> Iterator[None]:
+        """While it lasts, the engine itself steps."""
+        self._own = True
+        try:
+            yield
+        finally:
+            self._own = False
+            self.accept()
+
+    def accept(self) -> None:
+        """Take the parameters as they are now."""
+        self._seen = self._fingerprint()
+
+    def check(self) -> None:
+        """Report parameters that changed since they were last accepted."""
+        if self._fingerprint() != self._seen:
+            self.accept()
+            self._report(
+                f"parameters were changed between two steps by something else than engine.step(){_place()}. If the new values are "
+                "public, or were released by this run, say so with engine.parameters_changed(public=True) after the change"
+            )
+
+    def _before_step(self, *_: Any) -> None:
+        if not self._own:
+            self._report(
+                f"optimizer.step() was called beside engine.step(){_place()}: what it put into the weights is not covered. Take "
+                "loss.backward() and optimizer.step() out of the loop: engine.step() does all of it"
+            )
+
+    def _fingerprint(self) -> list[tuple[int, int, float]]:
+        """Cheap: how often a parameter was changed in place, where it lies, and its first number."""
+        return [(p._version, p.data_ptr(), p.detach().view(-1)[0].item() if p.numel() else 0.0) for p in self._parameters]
+
+
+def _place() -> str:
+    """The line of the user's program that is being run, in words."""
+    here = Path(__file__).parent
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if here not in path.parents and "torch" not in path.parts and "contextlib" not in path.name:
+            return f" ({path.name}, line {frame.f_lineno})"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,107 @@
+"""What would void a guarantee behind the engine's back, and what going back to earlier weights costs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpulr.errors import InvalidArgument, PrivacyRefusal, StepError
+from tests.support.core import LOSS, engine, small_mlp, train
+
+
+def test_going_back_forgets_no_step() -> None:
+    """20 steps, back to step 5, 15 more: 35 releases, all charged; in a new engine of the same process too (finding 8)."""
+    private = engine(steps=40)
+    train(private, 5)
+    early = copy.deepcopy(private.state_dict())
+    train(private, 15)
+    private.load_state_dict(early)
+    assert torch.equal(next(private.model.parameters()), early["model"][next(iter(early["model"]))])
+    assert train(private, 15) == 15
+    assert private.steps_taken == 35
+    assert private.guarantee == "certified"
+    again = engine(steps=40)
+    again.load_state_dict(early)
+    assert again.steps_taken == 35
+    assert again.privacy_spent() == private.privacy_spent()
+    train(again, 2)
+    assert private.steps_taken == 37
+
+
+def test_a_state_of_another_run_is_refused_once_steps_are_charged() -> None:
+    private, other = engine(), engine()
+    train(private, 2)
+    with pytest.raises(StepError, match=r"another run .* engine\.parameters_changed\(public=True\)"):
+        private.load_state_dict(other.state_dict())
+    with pytest.raises(InvalidArgument, match="not the state of an engine: it has no 'model'"):
+        private.load_state_dict(private.model.state_dict())
+    assert private.steps_taken == 2
+
+
+def test_a_step_of_ones_own_voids_the_guarantee() -> None:
+    """loss.backward(); optimizer.step() left in the loop beside engine.step."""
+    private = engine()
+    for inputs, targets in private.batches():
+        LOSS(private.model(inputs), targets).mean().backward()
+        with pytest.warns(UserWarning, match=r"called beside engine.step\(\) \(test_misuse.py, line \d+\)"):
+            private.optimizer.step()
+        private.step(inputs, targets)
+        break
+    spent = private.privacy_spent()
+    assert (private.guarantee, spent.guarantee, spent.epsilon) == ("none", "none", None)
+    assert "optimizer.step() was called beside" in str(spent)
+    assert train(private) == 3
+    assert private.privacy_spent().guarantee == "none"
+    resumed = engine()
+    with pytest.warns(UserWarning, match="no guarantee any more"):
+        resumed.load_state_dict(private.state_dict())
+    assert resumed.guarantee == "none"
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "replaced"])
+def test_parameters_changed_by_another_hand_void_the_guarantee(way: str) -> None:
+    private = engine()
+    train(private, 1)
+    weight = next(private.model.parameters())
+    with torch.no_grad():
+        if way == "in place":
+            weight.add_(1.0)
+        elif way == "data":
+            weight.data.add_(1.0)
+        else:
+            weight.data = weight + 1.0
+    with pytest.warns(UserWarning, match="parameters were changed between two steps"):
+        train(private, 1)
+    assert private.guarantee == private.privacy_spent().guarantee == "none"
+
+
+def test_public_changes_are_said_to_be_so() -> None:
+    private = engine()
+    train(private, 1)
+    private.model.load_state_dict(small_mlp().state_dict())
+    private.parameters_changed(public=True)
+    train(private)
+    assert private.privacy_spent().guarantee == "certified"
+    with pytest.warns(UserWarning, match="not public"):
+        private.parameters_changed(public=False)
+    assert private.guarantee == "none"
+
+
+def test_a_ledger_on_disk_for_a_program_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "ledger.jsonl"
+    private = engine(steps=10, ledger=path)
+    train(private, 4)
+    next(private.batches())
+    assert sum('"kind": "step"' in line for line in path.read_text().splitlines()) == 5  # the waiting one, too
+    with pytest.raises(PrivacyRefusal, match="another process"):
+        engine(steps=10, ledger=str(path))
+    private.ledger.lock.release()
+    again = engine(steps=10, ledger=str(path))
+    assert again.steps_taken == 5
+    assert train(again) == 5
+    assert again.privacy_spent().steps == 10
+    with pytest.raises(InvalidArgument, match=r"ends in ledger\.jsonl"):
+        engine(ledger=tmp_path / "other.txt")
