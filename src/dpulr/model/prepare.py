@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpulr import validate
 from dpulr.errors import DataError, InvalidArgument, ModelRefused
 from dpulr.model.batches import call_model, synthetic, tile
+from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.graph import Untraceable
-from dpulr.model.layers import Call
+from dpulr.model.layers import Call, is_foreign
+from dpulr.model.layers.check import check_rule
 from dpulr.model.losses import LossFunction
 from dpulr.model.passes import Marks, Move, Passes
 from dpulr.model.replay import TracedPasses
-from dpulr.model.row_independence import check_rows, other_weights, reads_values, without_dropout
-from dpulr.model.sites import Site, Space, WeightSite, make_site
+from dpulr.model.row_independence import check_rows, other_weights
+from dpulr.model.sites import OutputSite, Site, Space, WeightSite, make_site
 from dpulr.model.trained_layers import Layer, find_layers, model_as_one_layer, with_enclosing_module
+from dpulr.model.value_reads import observe
 from dpulr.model.whole_passes import HookedPasses, RecordwisePasses
 
 _PROBE_SIZES = (2, 3)
@@ -47,8 +51,9 @@ def prepare(
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
     layers = find_layers(model)
-    recordwise = reads_values(model, loss_fn, example, device)
-    check_rows(model, loss_fn, example, device, recordwise=recordwise)
+    seen = observe(model, loss_fn, example, device)
+    check_rows(model, loss_fn, example, device, seen=seen)
+    recordwise = seen.reads is not None
     generator = torch.Generator().manual_seed(_SEED)
     probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
     kind = RecordwisePasses if recordwise else HookedPasses
@@ -58,12 +63,11 @@ def prepare(
     whole = kind(model, loss_fn, layers, marks)
     with other_weights(model.parameters(), keep=1.0):
         _refuse_use_elsewhere(whole, probes[1])
-    passes = whole if recordwise else _traced_if_possible(whole, probes, method)
+    passes = whole if recordwise else _traced_if_possible(whole, probes, method, draws=seen.draws)
     if recordwise:
-        problem = "the forward pass or the loss reads the value of a tensor, as an `if` or .item() does"
         if method == "trace":
-            raise InvalidArgument(f"the model can't be traced: {problem}.")
-        warnings.warn(f"running records one by one, which is slow, because {problem}", stacklevel=3)
+            raise InvalidArgument(f"the model can't be traced: {seen.reads}.")
+        warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=3)
     with other_weights(model.parameters(), keep=1.0):
         _check_alignment(passes, probes[1])
     return _finished(passes, probes, space)
@@ -130,13 +134,13 @@ def _warn_of_one_layer(layer: Layer) -> None:
     )
 
 
-def _traced_if_possible(whole: HookedPasses, probes: list[Probe], method: str) -> Passes:
+def _traced_if_possible(whole: HookedPasses, probes: list[Probe], method: str, *, draws: bool) -> Passes:
     if method == "hook":
         return whole
     try:
         traced = TracedPasses(whole.model, whole.loss_fn, whole.layers, whole.marks, probes)
         with other_weights(whole.model.parameters(), keep=1.0):
-            _verify(traced, whole, probes[1])
+            _verify(traced, whole, probes[1], draws=draws)
     except Untraceable as problem:
         if method == "trace":
             raise InvalidArgument(f"the model can't be traced: {problem}") from problem
@@ -156,6 +160,8 @@ def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
             site = make_site(layer, call.output.shape[1:], space)
             if isinstance(site, WeightSite):
                 _check_weights(site, call)
+            if is_foreign(site.rule):
+                check_rule(site.rule, call, site.label, output_space=isinstance(site, OutputSite))
             first, second = [
                 _allocated(partial(passes.losses, clean, [Move(i, clean.calls[i].output.unsqueeze(0))]))[1]
                 for clean in (small, large)
@@ -232,10 +238,14 @@ def _refuse_use_elsewhere(passes: Passes, probe: Probe) -> None:
                 )
 
 
-def _verify(traced: TracedPasses, whole: HookedPasses, probe: Probe) -> None:
-    """Replay and whole passes must agree at every layer."""
-    with torch.inference_mode(), torch.random.fork_rng(), without_dropout(traced.model):
+def _verify(traced: TracedPasses, whole: HookedPasses, probe: Probe, *, draws: bool) -> None:
+    """Replay and whole passes must agree at every layer; with dropout, under equal masks."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(_SEED)
+        if draws:
+            stack.enter_context(EqualRows(1, counted=False))
         clean, hooked = traced.clean(*probe), whole.clean(*probe)
         for i, call in enumerate(clean.calls):
             moved = call.output + 0.3 * torch.randn(2, *call.output.shape, dtype=call.output.dtype, device=call.output.device)

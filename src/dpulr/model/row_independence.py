@@ -3,68 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpulr.errors import ModelRefused
-from dpulr.model.batches import call_model, call_on_copy, choose, count, described, join, row, synthetic
+from dpulr.model.batches import call_on_copy, choose, count, join, row, synthetic
+from dpulr.model.equal_rows import EqualRows
 from dpulr.model.losses import LossFunction
+from dpulr.model.value_reads import Seen, buffers_restored, observe
 
 _SEED = 20_240_229  # public: only synthetic inputs depend on it
-_ALL = 5
-_KEPT = (1, 3)  # records that stay while the others change: some lie before them, between them and after them
-
-
-def reads_values(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device) -> bool:
-    """Whether the forward pass turns a tensor into a Python number, as `if x.sum() > 0` does, or into a shape.
-
-    What it then does may depend on all records of the batch, for inputs that no synthetic batch shows. So it gets one at a time.
-    """
-    inputs, targets = synthetic(example, 2, torch.Generator().manual_seed(_SEED), device)
-    with _buffers_restored(model), torch.inference_mode(), torch.random.fork_rng(), _ListReads() as lists, _ValueReads() as reads:
-        try:
-            output = call_model(model, inputs)
-        except Exception as problem:
-            raise ModelRefused(f"the model does not run on inputs like the data's, {described(inputs)}: {problem}") from problem
-        try:
-            loss_fn(output, targets)
-        except Exception as problem:
-            raise ModelRefused(
-                f"the loss function does not take the model's output, {described(output)}, with targets like the data's, "
-                f"{described(targets)}: {problem}"
-            ) from problem
-        return bool(reads.found or lists.found)
+_LARGEST = 300
+_ROOM = 64 * 2**20
+"""No larger batch is tried than one whose pass returns so many bytes: a step has no larger passes either (mechanisms/chunks.py)."""
+_KEPT = {5: (1, 3), 7: (1, 3, 5), 11: (1, 3, 4, 6, 8)}
+"""Sizes of batches, and the records that stay while the others change: some lie before them, between them and after them."""
 
 
 def check_rows(
-    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, *, recordwise: bool = False
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example: tuple[Any, Any],
+    device: torch.device,
+    *,
+    seen: Seen | None = None,
+    largest: int = _LARGEST,
 ) -> None:
     """Refuse, by name, a loss that is not one value per record, batch statistics, state, and NaN at the start.
 
-    `recordwise`: the model will see one record at a time, so only state and losses matter.
+    `seen` is what `observe` found. A model that will see one record at a time is tried for state and losses only. Otherwise batches
+    of a few records are compared, and one of `largest`, or of as many as the model's size allows.
     """
-    generator = torch.Generator().manual_seed(_SEED)
-    batch, others = synthetic(example, _ALL, generator, device), synthetic(example, _ALL, generator, device)
-    with _buffers_restored(model) as buffers:
-        first = _Run(model, loss_fn, batch, recordwise=recordwise)
-        if first.losses.shape != (_ALL,):
+    seen = observe(model, loss_fn, example, device) if seen is None else seen
+    check = _Check(model, loss_fn, example, device, seen)
+    batch = check.batch
+    with buffers_restored(model) as buffers:
+        first = check.run(batch, noted=True)
+        if first.losses.shape != (check.records,):
             raise ModelRefused(
-                f"the loss function must return one value per record: for {_ALL} records it returned shape "
+                f"the loss function must return one value per record: for {check.records} records it returned shape "
                 f"{tuple(first.losses.shape)}. Pass reduction='none', and average what a record has of its own."
             )
-        again = _Run(model, loss_fn, batch, recordwise=recordwise)
-        _refuse_difference(model, first, again, "keeps state from one call to the next")
-        if not recordwise:
-            _refuse_mixing(model, loss_fn, batch, others)
+        _refuse_difference(model, first, check.run(batch, noted=True), "keeps state from one call to the next")
+        if seen.reads is None:
+            crowd = check.crowd(min(largest, _ROOM // seen.bytes))
+            check.refuse_mixing(crowd)
             for keep in (1.0, 0.0):
                 with other_weights(model.parameters(), keep=keep):
-                    _refuse_mixing(model, loss_fn, batch, others)
+                    check.refuse_mixing(crowd if keep else None)
         for name, buffer in model.named_buffers():
             if not torch.equal(buffer, buffers[name]):
                 raise ModelRefused(
@@ -78,28 +71,65 @@ def check_rows(
         )
 
 
-def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, others: Any) -> None:
-    kept = torch.tensor(_KEPT)
-    index = torch.arange(_ALL) + _ALL
-    index[kept] = kept
-    try:
-        first = _Run(model, loss_fn, batch)
-    except Exception:  # a black box may refuse what other weights give it
-        return
-    for factor in (10, -10, 1_000, -1_000):  # so that a mean over records moves visibly, and sums change their sign
+@dataclass(frozen=True)
+class _Crowd:
+    """A large batch, most of it other records, in which those of the small one stand again and again: `places`, `sources`."""
+
+    batch: Any
+    places: Tensor
+    sources: Tensor
+
+
+class _Check:
+    """The batches that are compared, and the comparisons."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, seen: Seen) -> None:
+        self.model, self.loss_fn, self.seen = model, loss_fn, seen
+        lengths = {n for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
+        apart = (n for n, kept in _KEPT.items() if lengths.isdisjoint({n, len(kept)}))  # so that one axis alone counts records
+        self.records = next(apart, 5)
+        self.kept = torch.tensor(_KEPT[self.records])
+        self._make = partial(synthetic, example, generator=torch.Generator().manual_seed(_SEED), device=device)
+        self.batch, self.others = self._make(self.records), self._make(self.records)
+
+    def run(self, batch: Any, kept: Tensor | None = None, *, noted: bool = False) -> _Run:
+        kept = self.kept if kept is None else kept
+        return _Run(self.model, self.loss_fn, batch, kept, self.seen, noted=noted)
+
+    def tried(self, batch: Any, kept: Tensor | None = None) -> _Run | None:
+        """None if the run raises: a black box may refuse values out of its range, or that other weights give it, or sizes."""
         try:
-            second = _Run(model, loss_fn, choose(join([batch, _other(batch, others, factor)]), index))
-        except Exception:  # or values out of its range
-            continue
-        _refuse_difference(model, first, second, "mixes records: a record's value changes with the other records of its batch")
-    with without_dropout(model):
-        first = _Run(model, loss_fn, batch)
-        if _same(
-            first.losses, _Run(model, loss_fn, batch, seed=1).losses
-        ):  # nothing random is left: places and sizes can be compared
-            fewer = _Run(model, loss_fn, choose(batch, kept), kept=(0, 1))
-            what = "mixes records: a record's value changes with its place in the batch or with the batch's size"
-            _refuse_difference(model, first, fewer, what)
+            return self.run(batch, kept)
+        except ModelRefused:
+            raise
+        except Exception:
+            return None
+
+    def crowd(self, size: int) -> _Crowd | None:
+        """None where a large batch would be no larger than the small one."""
+        if size <= 2 * self.records:
+            return None
+        places = torch.arange(1, size, 2)
+        sources = torch.arange(len(places)) % self.records
+        index = torch.arange(size) + self.records
+        index[places] = sources
+        return _Crowd(choose(join([self.batch, self._make(size)]), index), places, sources)
+
+    def refuse_mixing(self, crowd: _Crowd | None) -> None:
+        first = self.tried(self.batch)
+        if first is None:
+            return
+        index = torch.arange(self.records) + self.records
+        index[self.kept] = self.kept
+        for factor in (10, -10, 1_000, -1_000):  # so that a mean over records moves visibly, and sums change their sign
+            second = self.tried(choose(join([self.batch, _other(self.batch, self.others, factor)]), index))
+            others = "mixes records: a record's value changes with the other records of its batch"
+            _refuse_difference(self.model, first, second, others)
+        place = "mixes records: a record's value changes with its place in the batch or with the batch's size"
+        fewer = self.tried(choose(self.batch, self.kept), torch.arange(len(self.kept)))
+        _refuse_difference(self.model, first, fewer, place)
+        if crowd is not None:
+            _refuse_difference(self.model, first.of(crowd.sources), self.tried(crowd.batch, crowd.places), place)
 
 
 @contextmanager
@@ -120,82 +150,66 @@ def other_weights(weights: Iterable[nn.Parameter], *, keep: float) -> Iterator[N
                 p.copy_(copy)
 
 
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Two passes would differ by their dropout masks."""
-    active = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    try:
-        for module in active:
-            module.training = False
-        yield
-    finally:
-        for module in active:
-            module.training = True
-
-
-@contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Copies of all buffers; afterwards the model holds the very tensors it held before, with their values."""
-    owners = [(module, key) for module in model.modules() for key in module._buffers]
-    tensors = [module._buffers[key] for module, key in owners]
-    copies = [None if tensor is None else tensor.clone() for tensor in tensors]
-    try:
-        yield {name: buffer.clone() for name, buffer in model.named_buffers()}
-    finally:
-        with torch.no_grad():
-            for (module, key), tensor, copy in zip(owners, tensors, copies, strict=True):
-                if tensor is not None and copy is not None:
-                    module._buffers[key] = tensor.copy_(copy)
-
-
 class _Run:
-    """One pass over a batch, with the inputs and outputs of all innermost modules in the order of their calls."""
+    """One pass over a batch. `calls` are the inputs and outputs of all innermost modules in the order of their calls."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        batch: tuple[Any, Any],
-        *,
-        seed: int = 0,
-        kept: tuple[int, ...] = _KEPT,
-        recordwise: bool = False,
+        self, model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, Any], kept: Tensor, seen: Seen, *, noted: bool = False
     ) -> None:
-        self.calls: list[tuple[str, Any, Any]] = []
-        self.kept = torch.tensor(kept)
-        handles = [
-            module.register_forward_hook(self._note(name))
-            for name, module in model.named_modules()
-            if not any(True for _ in module.children())
-        ]
-        parts = [row(batch, i) for i in range(count(batch))] if recordwise else [batch]
+        self._again = partial(_Run, model, loss_fn, batch, kept, seen, noted=True)
+        self.kept = kept
+        self._calls: list[tuple[str, Any, Any]] | None = None
+        handles = self._noted(model) if noted else []
+        one_by_one, size = seen.reads is not None, count(batch)
+        parts = [row(batch, i) for i in range(size)] if one_by_one else [batch]
         try:
             with torch.inference_mode(), torch.random.fork_rng():
-                torch.manual_seed(seed)
-                outputs = [call_on_copy(model, inputs) for inputs, _ in parts]
-                losses = [loss_fn(output, targets) for output, (_, targets) in zip(outputs, parts, strict=True)]
+                torch.manual_seed(0)
+                with EqualRows(1 if one_by_one else size) if seen.draws else nullcontext():
+                    outputs = [call_on_copy(model, inputs) for inputs, _ in parts]
+                    losses = [loss_fn(output, targets) for output, (_, targets) in zip(outputs, parts, strict=True)]
         finally:
             for handle in handles:
                 handle.remove()
         if not isinstance(losses[0], Tensor):
             raise ModelRefused(f"the loss function must return a tensor with one value per record, not {type(losses[0]).__name__}.")
-        self.output, self.losses = join(outputs) if recordwise else outputs[0], losses[0]
-        if recordwise and losses[0].dim() > 0:
+        self.output, self.losses = join(outputs) if one_by_one else outputs[0], losses[0]
+        if one_by_one and losses[0].dim() > 0:
             self.losses = torch.cat(losses)
 
-    def _note(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.calls.append((name, pytree.tree_map(_cloned, inputs), pytree.tree_map(_cloned, output)))
+    @property
+    def calls(self) -> list[tuple[str, Any, Any]]:
+        """Copies of everything: so the pass is repeated for them, where a difference has been found."""
+        if self._calls is None:
+            self._calls = self._again().calls
+        return self._calls
 
-        return note
+    def of(self, kept: Tensor) -> _Run:
+        """The same run, of which these records are looked at."""
+        other = copy(self)
+        other.kept = kept
+        return other
+
+    def _noted(self, model: nn.Module) -> list[Any]:
+        calls = self._calls = []
+
+        def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            return lambda module, inputs, output: calls.append(
+                (name, pytree.tree_map(_cloned, inputs), pytree.tree_map(_cloned, output))
+            )
+
+        innermost = [(name, module) for name, module in model.named_modules() if not any(True for _ in module.children())]
+        return [module.register_forward_hook(note(name)) for name, module in innermost]
 
 
 def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _refuse_difference(model: nn.Module, first: _Run, second: _Run, what: str) -> None:
+def _refuse_difference(model: nn.Module, first: _Run, second: _Run | None, what: str) -> None:
     """If the kept records differ between the two runs, say where the difference begins."""
+    if second is None:
+        return
     if _same(choose(first.output, first.kept), choose(second.output, second.kept)):
         if _same(first.losses[first.kept], second.losses[second.kept]):
             return
@@ -235,42 +249,6 @@ def _close(first: Tensor, second: Tensor) -> bool:
     a, b = first.double(), second.double()
     largest = float(a.nan_to_num(0, 0, 0).abs().max()) if a.numel() else 0.0
     return torch.allclose(a, b, rtol=1e-4, atol=max(1e-5 * min(1.0, largest), 1e-9), equal_nan=True)
-
-
-class _ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether any tensor becomes a Python number or truth value, or a shape that depends on values (`len(x[x > 0])`)."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= _depends_on_values(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-class _ListReads(TorchFunctionMode):
-    """Notes `.tolist()`, which reads memory without an operation that the mode above could see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= func is Tensor.tolist
-        return func(*args, **(kwargs or {}))
-
-
-def _depends_on_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """By torch's own tags, which are too wide for two operations: indexing by numbers, one-hot with a given number of classes."""
-    name = func.overloadpacket.__name__
-    if torch.Tag.data_dependent_output in func.tags or name in ("is_nonzero", "equal", "allclose"):
-        return True
-    if name == "index":
-        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    if name == "one_hot":
-        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0)
-    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _other(batch: Any, others: Any, factor: float) -> Any:

@@ -11,7 +11,7 @@ from dpulr.model.layers.base import Call, LayerRule, WeightLinearRule
 from dpulr.model.layers.embedding import EmbeddingRule
 from dpulr.model.layers.norm import GroupNormRule, LayerNormRule
 
-__all__ = ["Call", "LayerRule", "WeightLinearRule", "register", "rule_for"]
+__all__ = ["Call", "LayerRule", "WeightLinearRule", "is_foreign", "register", "rule_for"]
 
 _RULES: dict[type[nn.Module], type[LayerRule]] = {
     nn.Linear: LinearRule,
@@ -23,11 +23,17 @@ _RULES: dict[type[nn.Module], type[LayerRule]] = {
     nn.RMSNorm: LayerNormRule,
     nn.GroupNorm: GroupNormRule,
 }
+_OWN = dict(_RULES)
 
 
 def register(kind: type[nn.Module], rule: type[LayerRule]) -> None:
-    """Use `rule` for modules of exactly this class."""
+    """Use `rule` for modules of exactly this class. It is tried on synthetic inputs whenever a model is set up."""
     _RULES[kind] = rule
+
+
+def is_foreign(rule: LayerRule) -> bool:
+    """Whether the rule was registered from outside, be it one of the package's own for another layer."""
+    return type(rule) is not LayerRule and _OWN.get(type(rule.module)) is not type(rule)
 
 
 def has_rule(module: nn.Module) -> bool:
