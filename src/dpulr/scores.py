@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from dpulr.errors import InvalidArgument
-from dpulr.model.batches import call_model
+from dpulr.data.checking import problem
+from dpulr.errors import DataError, InvalidArgument
+from dpulr.model.batches import call_model, described
 from dpulr.records import Records
 
 Scorer = nn.Module | Callable[[Any], Any]
@@ -50,9 +52,10 @@ def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> S
     loss, table = 0.0, np.zeros((0, 0), dtype=np.int64)
     with _evaluating(model), torch.inference_mode():
         for start in range(0, records.size, batch_size):
-            inputs, targets = records.take(np.arange(start, min(start + batch_size, records.size)))
+            inputs, targets = _read(records, np.arange(start, min(start + batch_size, records.size)))
             outputs = _outputs(model, inputs)
             _check(outputs, targets)
+            _check_finite(inputs, outputs, records.size)
             table = _grown(table, outputs.shape[1])
             np.add.at(table, (targets.cpu().numpy(), outputs.argmax(1).cpu().numpy()), 1)
             loss += float(nn.functional.cross_entropy(outputs.double(), targets.long(), reduction="sum"))
@@ -60,12 +63,37 @@ def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> S
     return Scores(int(table.trace()) / records.size, loss / records.size, confusion)
 
 
+def _read(records: Records, rows: np.ndarray) -> tuple[Any, Any]:
+    """All of these rows: an accuracy on those that happen to be readable would say nothing."""
+    batch, kept = records.read(rows)
+    if len(kept) < len(rows):
+        row = int(np.setdiff1d(rows, kept)[0])
+        raise DataError(f"record {row} of the data to evaluate on can't be used: {problem(records, row)[1]}.")
+    return batch
+
+
+def _check_finite(inputs: Any, outputs: Tensor, size: int) -> None:
+    """The largest of NaN is the first: an accuracy that says nothing."""
+    odd = int((~torch.isfinite(outputs)).any(1).sum())
+    if odd:
+        values = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        clean = all(bool(torch.isfinite(leaf).all()) for leaf in values)
+        why = "The model has diverged: try a lower learning rate" if clean else "So are inputs: dpulr.data.check tells which"
+        raise DataError(f"the model's outputs for at least {odd:,} of {size:,} records are not finite. {why}.")
+
+
 def _check(outputs: Tensor, targets: Tensor) -> None:
     """The largest of one output is always the first: an accuracy that says nothing."""
-    if outputs.dim() != 2 or outputs.shape[1] < 2 or targets.shape != outputs.shape[:1] or targets.is_floating_point():
+    if (
+        not isinstance(targets, Tensor)
+        or outputs.dim() != 2
+        or outputs.shape[1] < 2
+        or targets.shape != outputs.shape[:1]
+        or targets.is_floating_point()
+    ):
         raise InvalidArgument(
-            "evaluate() and score() compare one output per class, of shape (records, classes), with one label per record; "
-            f"got outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}, {targets.dtype}."
+            "evaluate() and score() compare one output per class, of shape (records, classes), with one label per record, a whole "
+            f"number; got outputs of shape {tuple(outputs.shape)} and targets that are {described(targets)}."
         )
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= outputs.shape[1]:

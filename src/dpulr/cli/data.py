@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,12 +35,36 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
 
 
 @data.command("check")
-def check(name: Annotated[str, typer.Argument(help="Name of the data set.")]) -> None:
-    """Read a data set and compare every file with its checksum."""
-    from dpulr.data import load
+def check(
+    name: Annotated[str, typer.Argument(help="Name of the data set, or package.module:function returning (train, test).")],
+    model: Annotated[str | None, typer.Option(help="A model, whose outputs the labels are compared with.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Read a data set, compare its files with their checksums, and tell what is wrong with which record.
 
-    train, test = load(name)
-    print(f"{name} is whole: {len(train):,} + {len(test):,} records.")
+    UNPROTECTED: what it prints comes from the records themselves. It is for the owner of the data.
+    """
+    from dpulr.data import checking
+    from dpulr.runs.loading import load_data, make_model
+    from dpulr.runs.settings import Settings
+
+    settings = Settings(dataset=name, model=model or "auto")
+    parts: dict[str, dict[str, Any]] = {}
+    for part, dataset in zip(("train", "test"), load_data(settings), strict=True):
+        records = checking.open_records(dataset)
+        classes = None if model is None else checking.outputs_of(make_model(settings), records)
+        findings = checking.check(dataset, records.schema, classes)
+        parts[part] = {"records": records.size, "schema": str(records.schema), "findings": findings}
+    if as_json:
+        for about in parts.values():
+            about["findings"] = [asdict(finding) for finding in about["findings"]]
+        print(json.dumps({"unprotected": True, "dataset": name, **parts}, indent=1))
+        return
+    print("UNPROTECTED: this comes from the records themselves and is covered by no guarantee. Do not publish it.")
+    for part, about in parts.items():
+        print(f"UNPROTECTED {part}: {about['records']:,} records, {about['schema']}")
+        for finding in about["findings"] or ["nothing wrong was found."]:
+            print(f"UNPROTECTED {part}: {finding}")
 
 
 @data.command("fetch")

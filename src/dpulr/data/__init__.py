@@ -1,14 +1,30 @@
-"""Data sets as tensors. MNIST comes with the package; inputs are scaled by public constants only."""
+"""Data sets as tensors, arrays or columns. MNIST comes with the package; inputs are scaled by public constants only."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
-__all__ = ["load"]
+    from dpulr.data.checking import Finding, check
+    from dpulr.data.views import ArrayDataset, Columns
+
+_HOME = {
+    "ArrayDataset": "dpulr.data.views",
+    "Columns": "dpulr.data.views",
+    "Finding": "dpulr.data.checking",
+    "check": "dpulr.data.checking",
+}
+__all__ = ["ArrayDataset", "Columns", "Finding", "check", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dpulr.data' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
 
 
 def load(name: str, folder: Path | str | None = None) -> tuple[TensorDataset, TensorDataset]:

@@ -18,7 +18,7 @@ from dpulr import accounting
 from dpulr.accounting.disk_ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
 from dpulr.accounting.events import Charge
 from dpulr.engine import PrivacyEngine
-from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
+from dpulr.errors import DataError, Interrupted, InvalidArgument, PrivacyRefusal, RunError, UsageError
 from dpulr.files import append_line, replace_file, replace_json, sync_folder
 from dpulr.model.batches import call_model
 from dpulr.runs import checkpoint
@@ -61,6 +61,7 @@ def start(
                 f"this run would have no guarantee ({_why_none(training.engine)}). "
                 "If that is what you want, add --allow-uncertified."
             )
+        _check_evaluation(training, test)
         view.note(f"writing to {folder}")
         ledger = _create(folder, settings, training.engine, held)
         clock.end("setup")
@@ -109,6 +110,7 @@ def resume(
             with suppress(RunError):
                 return results.stored(folder / RESULT, steps=ledger.steps)
         else:
+            _check_evaluation(training, test)
             _forget_result(folder)
             ledger.record_resume(budget=again.target_epsilon, planned_steps=engine.planned_steps)
         clock.end("setup")
@@ -126,6 +128,15 @@ def _resumed(settings: Settings, ledger: DiskLedger, target_epsilon: float | Non
         target_epsilon=ledger.budget if target_epsilon is None else target_epsilon,
         steps=ledger.planned_steps if steps is None else steps,
     )
+
+
+def _check_evaluation(training: Training, test: Any) -> None:
+    """A test part that can't be evaluated must fail before the first charge, not after it."""
+    try:
+        score(training.model, test)
+    except Exception as problem:
+        text = str(problem) if isinstance(problem, DataError | InvalidArgument) else f"{type(problem).__name__}: {problem}"
+        raise UsageError(f"the test part can't be evaluated, and nothing was charged: {text}") from problem
 
 
 def _why_none(engine: PrivacyEngine) -> str:
