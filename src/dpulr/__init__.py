@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dpulr import accounting, audit, data, mechanisms, models, runs
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
-    from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
+    from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
     from dpulr.model import layers
     from dpulr.paper.mechanism import Paper
     from dpulr.scores import evaluate
@@ -21,6 +21,7 @@ __version__ = "0.2.0.dev0"
 
 _HOME = {
     "Gaussian": "dpulr.mechanisms",
+    "Gradient": "dpulr.mechanisms",
     "HiddenDirection": "dpulr.mechanisms",
     "Paper": "dpulr.paper.mechanism",
     "PrivacyEngine": "dpulr.engine",
@@ -37,6 +38,7 @@ _HOME = {
 }
 __all__ = [
     "Gaussian",
+    "Gradient",
     "HiddenDirection",
     "Paper",
     "PrivacyEngine",

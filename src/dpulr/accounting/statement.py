@@ -42,7 +42,15 @@ class PrivacySpent:
         return _sentence(self)
 
 
-def privacy_spent(charges: Iterable[Charge], delta: float, *, reasons: Iterable[str] = (), method: str = "pld", public_size: int | None = None, schema: str | None = None) -> PrivacySpent:
+def privacy_spent(
+    charges: Iterable[Charge],
+    delta: float,
+    *,
+    reasons: Iterable[str] = (),
+    method: str = "pld",
+    public_size: int | None = None,
+    schema: str | None = None,
+) -> PrivacySpent:
     """Price the charges and say what kind of guarantee stands behind the number. `reasons` void it."""
     validate.delta(delta)
     validate.method(method)

@@ -105,7 +105,7 @@ class Unmoved(torch.optim.Optimizer):
     def __init__(self, model: nn.Module) -> None:
         super().__init__([p for p in model.parameters() if p.requires_grad], {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         return None
 
 

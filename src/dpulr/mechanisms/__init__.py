@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dpulr.mechanisms.base import FittedMechanism, Mechanism, SitewiseMechanism, WorstCase
 from dpulr.mechanisms.gaussian import Gaussian
+from dpulr.mechanisms.gradient import Gradient
 from dpulr.mechanisms.hidden_direction import HiddenDirection
 from dpulr.mechanisms.registry import by_name, kind_of, register, registry
 from dpulr.mechanisms.zeroth_order import ZerothOrder
@@ -11,6 +12,7 @@ from dpulr.mechanisms.zeroth_order import ZerothOrder
 __all__ = [
     "FittedMechanism",
     "Gaussian",
+    "Gradient",
     "HiddenDirection",
     "Mechanism",
     "SitewiseMechanism",
@@ -22,5 +24,5 @@ __all__ = [
     "registry",
 ]
 
-for _kind in (HiddenDirection, Gaussian, ZerothOrder):
+for _kind in (HiddenDirection, Gaussian, Gradient, ZerothOrder):
     register(_kind)

@@ -63,6 +63,10 @@ class Clean:
     def records(self) -> int:
         return self.losses.shape[0]
 
+    def detached(self) -> Clean:
+        """Losses and calls without their history."""
+        return Clean(self.inputs, self.targets, self.losses.detach(), [call.detached() for call in self.calls], None)
+
     def tiled_inputs(self, repeats: int) -> Any:
         return self._repeated("inputs", self.inputs, repeats)
 

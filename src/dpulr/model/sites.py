@@ -22,7 +22,8 @@ from dpulr.model.layers.base import numel
 from dpulr.model.trained_layers import Layer
 from dpulr.norms import flat_norm
 
-Space = Literal["auto", "output", "weight"]
+Space = Literal["auto", "output", "weight", "known-output"]
+"""Where noise goes in. "auto": the smaller space; "known-output": the output wherever a layer has a rule for it."""
 _MOST_AHEAD, _NUMBERS_AHEAD = 64, 2**17
 SUMMED_TOGETHER = 512
 """Records whose gradients are added in the model's own precision; these sums are added in float64 (docs/theory.md, section 9)."""
@@ -34,6 +35,8 @@ def make_site(layer: Layer, output_shape: torch.Size, space: Space = "auto") -> 
     rule = rule_for(layer.module, layer.parameters)
     if space == "auto":
         space = "output" if rule.has_output_space and numel(output_shape) <= rule.weight_dim else "weight"
+    elif space == "known-output":
+        space = "output" if rule.has_output_space else "weight"
     if space == "weight":
         return WeightSite(layer, rule, output_shape)
     if not rule.has_output_space:
@@ -119,6 +122,10 @@ class Site(ABC):
     def moved_both_ways(self, call: Call, delta: Tensor) -> Tensor:
         """Outputs (2 * repeats, records, *out) at plus and at minus the perturbation."""
 
+    @abstractmethod
+    def signal_of(self, call: Call, slope: Tensor) -> Tensor:
+        """(records, dim): the signal that a gradient at the layer's output stands for."""
+
     # --- bounds and sums ----------------------------------------------------------------------------------------------
     @abstractmethod
     def norms(self, call: Call, signal: Tensor) -> Tensor:
@@ -181,6 +188,9 @@ class OutputSite(Site):
         torch.add(call.output, delta, out=pair[0])
         torch.sub(call.output, delta, out=pair[1])
         return pair.flatten(0, 1)
+
+    def signal_of(self, call: Call, slope: Tensor) -> Tensor:
+        return slope.flatten(1)
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         return self.rule.norms(call, self._shaped(signal))
@@ -245,6 +255,9 @@ class WeightSite(Site):
 
     def moved_both_ways(self, call: Call, delta: Tensor) -> Tensor:
         return torch.cat(self.rule.weight_pair(call, delta))
+
+    def signal_of(self, call: Call, slope: Tensor) -> Tensor:
+        return self.rule.record_weight_gradients(call, slope)
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         return flat_norm(signal)

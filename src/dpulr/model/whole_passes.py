@@ -21,8 +21,13 @@ class HookedPasses(Passes):
         seen: list[list[Call]] = [[] for _ in self.layers]
 
         def note(index: int) -> Any:
-            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+                if torch.is_grad_enabled() and isinstance(output, Tensor):  # what follows may change it in place: it gets a copy
+                    own_args, own_kwargs = copied((args, kwargs))
+                    seen[index].append(self.call(index, own_args, own_kwargs, output))
+                    return output.clone()
                 seen[index].append(self.call(index, *copied((args, kwargs, output))))
+                return None
 
             return hook
 
@@ -60,6 +65,8 @@ class RecordwisePasses(HookedPasses):
     """Runs the whole model on one record at a time: where it branches on values, a record's branch is then its own."""
 
     def clean(self, inputs: Any, targets: Any) -> Clean:
+        if count(targets) == 1:
+            return super().clean(inputs, targets)
         parts = [super(RecordwisePasses, self).clean(*row((inputs, targets), i)) for i in range(count(targets))]
         calls = [
             self.call(i, *join([(call.args, call.kwargs, call.output) for call in calls]))

@@ -58,7 +58,7 @@ class Settings:
     dataset: str = _option("mnist", "Data set: mnist, fashion-mnist, cifar10, or package.module:function returning (train, test).")
     model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
     mechanism: str = _option(
-        "hidden-direction", "hidden-direction, gaussian or zeroth-order; paper, whose epsilon is nominal only."
+        "hidden-direction", "hidden-direction, gaussian, gradient or zeroth-order; paper (nominal only); or package.module:name."
     )
     repeats: int | None = _option(8, "Perturbations per record, layer and step.", _at_least(1))
     batch_size: int = _option(2_000, "Expected size of a batch.", _at_least(1))

@@ -49,6 +49,11 @@ class Call:
         args, kwargs = pytree.tree_unflatten(kept, spec)
         return Call(args, kwargs, self.output[start:stop], self.per_record)
 
+    def detached(self) -> Call:
+        """The same call without its history."""
+        args, kwargs, output = pytree.tree_map(_detached, (self.args, self.kwargs, self.output))
+        return Call(args, kwargs, output, self.per_record)
+
     def without(self, bad: Tensor) -> Call:
         """The same call with the tensors of the records marked in `bad` set to zero."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
@@ -58,6 +63,10 @@ class Call:
         ]
         args, kwargs = pytree.tree_unflatten(kept, spec)
         return Call(args, kwargs, self.output, self.per_record)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class LayerRule:
@@ -117,6 +126,37 @@ class LayerRule:
             return out
 
         return together_or_apart(together, apart, alive=lambda: None).view(repeats, records, *call.output.shape[1:])
+
+    def record_weight_gradients(self, call: Call, slope: Tensor) -> Tensor:
+        """(records, weights): each record's gradient, from the gradient at its output. It is made whole: the module is unknown."""
+        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        parameters = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        rows = [leaf.unsqueeze(1) if marked else leaf for leaf, marked in zip(leaves, call.per_record, strict=True)]
+        in_dims = [0 if marked else None for marked in call.per_record]
+
+        def one(own_slope: Tensor, *values: Any) -> Tensor:
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            pull: Any = torch.func.vjp(lambda w: torch.func.functional_call(self.module, w, args, kwargs), parameters)[1]
+            (found,) = pull(own_slope.unsqueeze(0))
+            return torch.cat([found[name].flatten() for name in self.parameters])
+
+        def together() -> Tensor:
+            out: Tensor = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")(slope, *rows)
+            return out
+
+        def apart() -> Tensor:
+            out = torch.full((call.records, self.weight_dim), math.nan).to(slope)
+
+            def row(i: int) -> None:
+                out[i] = one(
+                    slope[i], *[value[i] if marked else value for value, marked in zip(rows, call.per_record, strict=True)]
+                )
+
+            each_alone(range(call.records), row)
+            return out
+
+        with torch.inference_mode(False), torch.enable_grad():
+            return together_or_apart(together, apart, alive=lambda: None).detach()
 
     def weight_pair(self, call: Call, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs at plus and at minus `flat`."""
