@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpulr
-from dpulr.errors import InvalidArgument
+from dpulr.errors import DataError, InvalidArgument
 from dpulr.scores import score
 
 
@@ -45,3 +45,28 @@ def test_scores_by_hand() -> None:
     assert found.loss == pytest.approx((3 * right + wrong) / 4)
     assert [row["recall"] for row in found.classes()] == [1.0, 2 / 3, None]
     assert [row["precision"] for row in found.classes()] == [0.5, 1.0, None]
+
+
+def test_outputs_that_are_not_finite_are_refused() -> None:
+    """The largest of NaN is the first: an accuracy that says nothing."""
+    outputs = torch.eye(3).repeat(4, 1)
+    outputs[5, 1] = torch.nan
+    data = TensorDataset(outputs, torch.arange(12) % 3)
+    with pytest.raises(DataError, match=r"at least 1 of 12 records are not finite. So are inputs: dpulr.data.check tells which"):
+        dpulr.evaluate(nn.Identity(), data)
+    diverged = nn.Linear(3, 3)
+    nn.init.constant_(diverged.weight, torch.inf)
+    with pytest.raises(DataError, match="The model has diverged"):
+        dpulr.evaluate(diverged, TensorDataset(torch.ones(2, 3), torch.tensor([0, 1])))
+
+
+def test_a_record_that_cannot_be_read_is_named() -> None:
+    """What is evaluated on is not private, and an accuracy on the readable ones would say nothing."""
+    data = [(torch.zeros(3), 0), (torch.zeros(4), 0)]
+    with pytest.raises(DataError, match=r"record 1 of the data to evaluate on can't be used: value 1 of 2 has shape \(4,\)"):
+        dpulr.evaluate(nn.Linear(3, 3), data)
+
+
+def test_targets_that_are_no_labels_are_described() -> None:
+    with pytest.raises(InvalidArgument, match=r"whole number; got outputs of shape \(4, 3\) and targets that are torch.float32"):
+        dpulr.evaluate(nn.Linear(3, 3), TensorDataset(torch.zeros(4, 3), torch.zeros(4)))

@@ -44,7 +44,7 @@ class Leaf:
     def fitted_rows(self, block: Tensor) -> tuple[Tensor, np.ndarray | None]:
         """Many records' values in this type, and for each record whether it can hold them (None: it can)."""
         cast, same = self._cast(block)
-        return cast, None if same is None else same.reshape(len(block), -1 if len(block) else 0).all(1).cpu().numpy()
+        return cast, None if same is None else (same.flatten(1).all(1) if same.dim() > 1 else same).cpu().numpy()
 
     def _cast(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
         if given.dtype == self.dtype:
@@ -215,7 +215,7 @@ def _leaf_of(value: Any, what: str) -> Leaf:
         tensor = as_tensor(value)
     except Misfit as misfit:
         raise DataError(f"a value in {what} {misfit}.") from None
-    except (OverflowError, RuntimeError, TypeError):
+    except (OverflowError, RuntimeError, TypeError, ValueError):
         raise DataError(f"a value in {what} is of type {type(value).__name__}, which torch can't hold.") from None
     return Leaf(tensor.dtype, tuple(tensor.shape))
 

@@ -193,7 +193,9 @@ def test_mnist_needs_no_fetch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "fetch", "mnist"]) == 0
     assert "nothing to fetch" in capsys.readouterr().out
     assert main(["data", "check", "mnist"]) == 0
-    assert "60,000 + 10,000 records" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "train: 60,000 records, float32 of shape (1, 28, 28) and int64 of shape ()" in shown
+    assert shown.count("nothing wrong was found") == 2
     assert main(["data", "list", "--json"]) == 0
     assert '"in the package"' in capsys.readouterr().out
 

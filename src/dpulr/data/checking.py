@@ -131,7 +131,8 @@ def _not_finite(batch: tuple[Any, Any], size: int) -> np.ndarray:
     odd = np.zeros(size, dtype=bool)
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            odd |= (~torch.isfinite(leaf)).reshape(size, -1 if size else 0).any(1).numpy()
+            own = ~torch.isfinite(leaf)
+            odd |= (own.flatten(1).any(1) if own.dim() > 1 else own).numpy()
     return odd
 
 
