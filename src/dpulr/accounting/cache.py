@@ -10,10 +10,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-VERSION = 1  # raise it whenever a number may change
+VERSION = 2  # of the files' format
 WORTH_KEEPING_SECONDS = 0.2
 
 
@@ -29,12 +30,25 @@ def folder() -> Path | None:
     return Path(platformdirs.user_cache_dir("dpulr", appauthor=False)) / f"accounting-{VERSION}"
 
 
+@lru_cache(maxsize=1)
+def sources() -> str:
+    """A hash of all code that a number depends on: no result of another version is found. It takes a millisecond."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in (*sorted(package.glob("accounting/*.py")), package / "paper" / "nominal.py", package / "search.py"):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def remember(kind: str, key: Mapping[str, Any], compute: Callable[[], float]) -> float:
-    """The stored value for (kind, key), or compute() and, if that was slow, store it. A damaged file is ignored."""
+    """The stored value for (kind, key), or compute() and, if that was slow, store it. A damaged file is ignored.
+
+    Whoever can write to the folder can put any value there: a printed epsilon is computed afresh.
+    """
     place = folder()
     if place is None:
         return compute()
-    text = json.dumps({"version": VERSION, "kind": kind, "key": key}, sort_keys=True)
+    text = json.dumps({"version": VERSION, "sources": sources(), "kind": kind, "key": key}, sort_keys=True)
     path = place / (hashlib.sha256(text.encode()).hexdigest() + ".json")
     stored = _read(path, text)
     if stored is not None:

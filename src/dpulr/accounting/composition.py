@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy import fft
@@ -20,6 +20,8 @@ LARGEST_INDEX = 2.0**52  # of a grid point: a float holds it exactly
 TAIL_SHARE = 1e-4  # share of delta spent on what lies outside the window, per side and per cause
 ERROR_SHARE = 1e-2  # share of delta that the transform's error may take before extended precision is tried
 STAGES = 110  # a transform value errs by at most this many units of rounding per unit of mass: 5 * log2(2^22) (section 5)
+
+Value = TypeVar("Value", float, Array)
 
 
 class _TooManyBinsError(Exception):
@@ -37,7 +39,7 @@ class Curve:
     def delta(self, epsilon: float) -> float:
         """The hockey-stick divergence at e^epsilon (an upper bound of it)."""
         above = self.loss > epsilon
-        return min(1.0, self.always - float(np.dot(np.expm1(epsilon - self.loss[above]), self.mass[above])))
+        return min(1.0, _finite(self.always - float(np.dot(np.expm1(epsilon - self.loss[above]), self.mass[above]))))
 
     def epsilon(self, delta: float) -> float:
         """The smallest epsilon >= 0 with delta(epsilon) <= delta; infinite if there is none."""
@@ -55,7 +57,7 @@ class Curve:
         weighted = float(np.dot(self.mass[high:], np.exp(base - self.loss[high:])))
         if weighted <= 0 or above <= room:
             return max(base, 0.0)
-        return min(max(base + math.log((above - room) / weighted), 0.0), base)
+        return min(max(_finite(base + math.log((above - room) / weighted)), 0.0), base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def _curve(parts: Sequence[_Part], step: float, always: float, delta: float) -> 
     """Compose one direction, from the masses of its upper distribution."""
     trimmed = []
     for part in parts:
+        _finite(part.mass)
         kept, cut = part.gathered().without_far_tail(TAIL_SHARE * delta / part.count / len(parts))
         always += part.count * cut
         if not len(kept.index):
@@ -154,7 +157,7 @@ def _curve(parts: Sequence[_Part], step: float, always: float, delta: float) -> 
     size = fft.next_fast_len(max(high - low + 1, FEWEST_BINS), real=True)
     composed, error = _convolve(trimmed, size, ERROR_SHARE * delta)
     loss = step * np.arange(low, low + size, dtype=np.float64)
-    return Curve(loss, np.maximum(np.roll(composed, -(low % size)), 0.0), always + error)
+    return Curve(_finite(loss), np.maximum(np.roll(_finite(composed), -(low % size)), 0.0), _finite(always + error))
 
 
 def _convolve(parts: Sequence[_Part], size: int, allowed: float) -> tuple[Array, float]:
@@ -210,6 +213,13 @@ def _window(parts: Sequence[_Part], allowed: float) -> tuple[int, int]:
     if high - low + 1 > MOST_BINS:
         raise _TooManyBinsError
     return low, high
+
+
+def _finite(value: Value) -> Value:
+    """Numerical trouble is an error: a comparison with what is not a number would let it pass as a small epsilon."""
+    if not np.isfinite(value).all():
+        raise ArithmeticError("The accountant met a value that is not finite. Please report the setting.")
+    return value
 
 
 def _log_moment(index: Indices, log_mass: Array, rate: float) -> float:

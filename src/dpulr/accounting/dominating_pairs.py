@@ -50,6 +50,8 @@ def atoms(loss: Array, p: Array, q: Array, q_only: float = 0.0, p_only: float = 
 
 def cells(low: Array, high: Array, p: Array, q: Array, q_only: float = 0.0, p_only: float = 0.0) -> Cells:
     """Cells from bounds and masses. What has no finite bounds counts as infinite loss; means are held in their bounds."""
+    if not (np.isfinite(p).all() and np.isfinite(q).all()):
+        raise ArithmeticError("The accountant met a probability that is not finite. Please report the setting.")
     keep = (p > 0) & (q > 0) & np.isfinite(low) & np.isfinite(high)
     q_only += float(q[(q > 0) & ~keep].sum())
     p_only += float(p[(p > 0) & ~keep].sum())

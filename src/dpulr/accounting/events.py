@@ -41,6 +41,7 @@ class Release:
     certified: ClassVar[bool] = True  # whether `pair` is proved to dominate the release
     gap: ClassVar[str] = "this mechanism has no proved bound"  # why not, where it is not
     secrets: ClassVar[str] = "noise and batches"  # what must stay secret, in words
+    numbers: int = 0  # how many numbers a step hands out, rounded; 0 stands for the ideal release of real numbers
 
     @property
     def mechanism(self) -> str:
@@ -51,6 +52,11 @@ class Release:
     def reasons(self) -> tuple[str, ...]:
         """What voids any claim about this very release, if anything does."""
         return ()
+
+    @property
+    def shifts(self) -> tuple[float, ...]:
+        """How far one record moves each part of the release at most, in standard deviations of the noise. `numbers` needs it."""
+        raise InvalidArgument(f"{type(self).__name__} says how many numbers it hands out, but not how far a record moves them.")
 
     def pair(self) -> Cells:
         """The dominating pair of the release on a whole data set; sampling comes later."""
@@ -108,9 +114,15 @@ class GaussianRelease(Release):
 
     noise_multiplier: float
     mechanism: str = "gaussian"
+    numbers: int = 0
 
     def __post_init__(self) -> None:
         validate.positive("noise_multiplier", self.noise_multiplier)
+        validate.whole_number("numbers", self.numbers, 0)
+
+    @property
+    def shifts(self) -> tuple[float, ...]:
+        return (1 / self.noise_multiplier,)
 
     def pair(self) -> Cells:
         from dpulr.accounting.gaussian import gaussian_cells
@@ -177,6 +189,7 @@ class HiddenDirectionRelease(Release):
 
     sites: tuple[HiddenSite, ...]
     gaussian: tuple[float, ...] = ()
+    numbers: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sites", tuple(self.sites))
@@ -185,6 +198,11 @@ class HiddenDirectionRelease(Release):
             raise InvalidArgument("A hidden-direction release needs at least one site or one exact part; none was given.")
         for noise in self.gaussian:
             validate.positive("gaussian", noise)
+        validate.whole_number("numbers", self.numbers, 0)
+
+    @property
+    def shifts(self) -> tuple[float, ...]:
+        return (*(1 / site.noise_ratio for site in self.sites), *(1 / noise for noise in self.gaussian))
 
     def pair(self) -> Cells:
         from dpulr.accounting.hidden_direction import release_pair
@@ -198,7 +216,7 @@ class HiddenDirectionRelease(Release):
 
     def scaled(self, factor: float) -> HiddenDirectionRelease:
         sites = tuple(replace(site, noise_ratio=site.noise_ratio * factor) for site in self.sites)
-        return HiddenDirectionRelease(sites, tuple(noise * factor for noise in self.gaussian))
+        return replace(self, sites=sites, gaussian=tuple(noise * factor for noise in self.gaussian))
 
     def log_ratio(self, along: Array, across: Array) -> Array | None:
         from dpulr.accounting.likelihood import hidden_log_ratio

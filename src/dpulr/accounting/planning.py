@@ -145,8 +145,8 @@ class _Task:
     def charge(self) -> Charge:
         return Charge(self.step(), self.steps)
 
-    def price(self) -> float:
-        return epsilon([self.charge()], self.delta)
+    def price(self, *, fresh: bool = False) -> float:
+        return epsilon([self.charge()], self.delta, fresh=fresh)
 
     def fits(self, **change: Any) -> bool:
         return self.at(**change).price() <= float(self.given["epsilon"])
@@ -154,7 +154,7 @@ class _Task:
     def finish(self, delta: float, solved: str) -> Solution:
         task = replace(self, delta=delta)
         release = self.make(self.given["noise_multiplier"])
-        value = self.given["epsilon"] if solved == "delta" else task.price()
+        value = self.given["epsilon"] if solved == "delta" else task.price(fresh=True)
         return Solution(
             mechanism=release.mechanism,
             epsilon=value,

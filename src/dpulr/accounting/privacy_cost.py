@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from dpulr import validate
@@ -11,11 +12,13 @@ from dpulr.accounting import cache, rejection
 from dpulr.accounting.composition import Curves, compose
 from dpulr.accounting.dominating_pairs import pair_of, subsampled
 from dpulr.accounting.events import Charge, SampledStep, Step, to_dict
+from dpulr.accounting.finite_precision import SHARES, Slack, slack
 from dpulr.accounting.renyi import epsilon_by_rdp
 from dpulr.errors import InvalidArgument
 
 LEAST_DELTA = 1e-12  # below it `delta_at` makes no statement
 PROFILE_DELTA = 1e-9  # steers what is cut off where no delta is given
+PROFILE_MASSES = (1e-13, 1e-10, 1e-7)  # what finite precision may take of delta where none is given; the best is taken
 
 
 def merged(charges: Iterable[Charge]) -> list[Charge]:
@@ -33,8 +36,11 @@ def is_certified(charges: Iterable[Charge]) -> bool:
     return all(charge.step.certified and not charge.step.reasons for charge in charges if charge.count)
 
 
-def epsilon(charges: Iterable[Charge], delta: float, method: str = "pld") -> float:
-    """Epsilon of all charges together at `delta`. Infinite where no bound is known."""
+def epsilon(charges: Iterable[Charge], delta: float, method: str = "pld", *, fresh: bool = False) -> float:
+    """Epsilon of all charges together at `delta`. Infinite where no bound is known.
+
+    fresh: computed in this process, not read from the cache on disk. So is every epsilon that is printed as a result.
+    """
     validate.delta(delta)
     validate.method(method)
     joined = merged(charges)
@@ -42,7 +48,9 @@ def epsilon(charges: Iterable[Charge], delta: float, method: str = "pld") -> flo
         return 0.0
     if not is_certified(joined):
         return math.inf
-    return remembered("epsilon", joined, {"method": method, "delta": delta}, lambda: _epsilon(joined, delta, method))
+    if fresh:
+        return _computed(tuple(joined), delta, method)
+    return remembered("epsilon", joined, {"method": method, "delta": delta}, lambda: _computed(tuple(joined), delta, method))
 
 
 def remembered(kind: str, charges: Sequence[Charge], key: Mapping[str, Any], compute: Callable[[], float]) -> float:
@@ -54,12 +62,20 @@ def remembered(kind: str, charges: Sequence[Charge], key: Mapping[str, Any], com
     return cache.remember(kind, {**key, "charges": described}, compute)
 
 
-def _epsilon(charges: Sequence[Charge], delta: float, method: str) -> float:
-    shift = total_shift(charges)
+@lru_cache(maxsize=256)
+def _computed(charges: tuple[Charge, ...], delta: float, method: str) -> float:
+    shift, slacks = total_shift(charges), _slacks(charges, [share * delta for share in SHARES])
     if method == "rdp":
-        room = delta + math.expm1(-shift)
-        return checked(epsilon_by_rdp(charges, room) + shift) if room > 0 else math.inf
-    return checked(with_rejection(curves(charges, delta), delta, shift))
+        rooms = [(each.room(delta) + math.expm1(-shift), each.loss) for each in slacks]
+        return checked(min(epsilon_by_rdp(charges, room) + shift + loss if room > 0 else math.inf for room, loss in rooms))
+    pair = curves(charges, delta)
+    return checked(min(with_rejection(pair, each.room(delta), shift) + each.loss for each in slacks))
+
+
+def _slacks(charges: Sequence[Charge], masses: Sequence[float]) -> list[Slack]:
+    """What finite precision adds (section 9), for several amounts of delta that it may take. Each is a bound."""
+    found = [slack(charges, mass) for mass in masses]
+    return list(dict.fromkeys(found))  # of ideal releases there is but one, and it is zero
 
 
 def with_rejection(pair: Curves, delta: float, shift: float) -> float:
@@ -104,9 +120,16 @@ def delta_at(charges: Iterable[Charge], epsilon: float) -> float:
         return 1.0
     shift = total_shift(joined)
     pair = curves(joined, PROFILE_DELTA)
-    remove = math.exp(-shift) * pair.remove.delta(epsilon) - math.expm1(-shift)
-    add = pair.add.delta(max(epsilon - shift, 0.0)) if epsilon >= shift else 1.0
-    return min(1.0, max(remove, add, LEAST_DELTA))
+    return min(_delta_at(pair, epsilon, shift, each) for each in _slacks(joined, PROFILE_MASSES))
+
+
+def _delta_at(pair: Curves, epsilon: float, shift: float, precision: Slack) -> float:
+    ideal, factor = epsilon - precision.loss, math.exp(min(precision.factor, 700.0))
+    if ideal < 0:
+        return 1.0
+    remove = math.exp(-shift) * factor * (pair.remove.delta(ideal) + precision.mass) - math.expm1(-shift)
+    add = factor * (pair.add.delta(max(ideal - shift, 0.0)) + precision.mass) if ideal >= shift else 1.0
+    return min(1.0, max(checked(remove, "delta"), checked(add, "delta"), LEAST_DELTA))
 
 
 def privacy_profile(charges: Iterable[Charge], deltas: Sequence[float], method: str = "pld") -> list[tuple[float, float]]:
@@ -115,8 +138,8 @@ def privacy_profile(charges: Iterable[Charge], deltas: Sequence[float], method: 
     return [(delta, epsilon(joined, delta, method)) for delta in deltas]
 
 
-def checked(value: float) -> float:
+def checked(value: float, name: str = "epsilon") -> float:
     """Numerical trouble is an error, never an epsilon."""
     if math.isnan(value) or value < 0:
-        raise ArithmeticError(f"The accountant computed {value!r} for epsilon. Please report the setting.")
+        raise ArithmeticError(f"The accountant computed {value!r} for {name}. Please report the setting.")
     return float(value)
