@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,8 +49,9 @@ def test_the_engine_takes_the_steps_of_its_epochs() -> None:
 def test_the_noise_that_the_solver_prints_is_the_engine_s() -> None:
     """And so it meets the target in the steps that the engine takes."""
     asked = {"batch_size": 300, "epochs": 1}
-    solved = accounting.plan(epsilon=2.0, dataset_size=1_000, **asked)
     private = engine(data=blobs(1_000), steps=None, noise_multiplier=None, target_epsilon=2.0, **asked)
+    release = partial(private.mechanism.release, private.forward.sites)
+    solved = accounting.plan(epsilon=2.0, dataset_size=1_000, mechanism=release, **asked)
     assert private.noise_multiplier == solved.noise_multiplier
     train(private)
     assert private.privacy_spent().epsilon <= 2.0
@@ -71,7 +73,7 @@ def test_a_plan_and_what_was_asked_for_are_frozen() -> None:
 def test_noise_sampling_and_charge_come_from_the_same_plan() -> None:
     private = engine(noise_multiplier=1.7, batch_size=20, rejection_threshold=5, steps=3)
     plan = private.plan
-    assert plan.event == accounting.SampledStep(accounting.GaussianRelease(1.7), 0.1, 5, 199)
+    assert plan.event == accounting.SampledStep(accounting.GaussianRelease(1.7, numbers=58), 0.1, 5, 199)
     assert plan.sampler() == PoissonSampling(0.1, 5)
     assert private.fitted.noise_std == plan.noise_multiplier == private.noise_multiplier == 1.7
     assert plan.at(2) is plan
@@ -107,9 +109,10 @@ def test_a_plan_just_above_the_target_is_cut() -> None:
 def test_the_charge_is_what_was_done() -> None:
     private = engine(noise_multiplier=1.3)
     train(private)
-    expected = accounting.gaussian_epsilon(noise_multiplier=1.3, sample_rate=0.1, steps=4, delta=1e-5)
-    assert private.privacy_spent().epsilon == pytest.approx(expected)
-    assert private.privacy_spent(1e-3).epsilon < expected
+    ideal = accounting.gaussian_epsilon(noise_multiplier=1.3, sample_rate=0.1, steps=4, delta=1e-5)
+    spent = private.privacy_spent().epsilon
+    assert ideal < spent < 1.0001 * ideal  # the rounding of 58 numbers costs a little
+    assert private.privacy_spent(1e-3).epsilon < ideal
     noise = [engine(noise_multiplier=s, mechanism=dpulr.Gaussian(max_grad_norm=c)) for s, c in ((1.0, 1.0), (2.0, 1.0), (1.0, 3.0))]
     assert [private.fitted.noise_std for private in noise] == [1.0, 2.0, 3.0]
 

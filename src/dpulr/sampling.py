@@ -49,7 +49,7 @@ class PoissonSampling:
         size = -1
         while size < self.rejection_threshold:
             size = int(rng.binomial(records, self.sample_rate))
-        return rng.choice(records, size, replace=False, shuffle=False)
+        return rng.choice(records, size, replace=False)
 
 
 class ShuffledSampling:

@@ -18,7 +18,7 @@ def _tables():
     area = r * mp.exp(-r * r / 2) + mp.sqrt(mp.pi / 2) * mp.erfc(r / mp.sqrt(2))
     ends = [area * mp.exp(r * r / 2), r]  # the bottom strip with its tail as a rectangle, then the others upwards
     while len(ends) < STRIPS:
-        ends.append(mp.sqrt(-2 * mp.log(area / ends[-1] + mp.exp(-ends[-1] ** 2 / 2))))
+        ends.append(mp.sqrt(-2 * mp.log(area / ends[-1] + mp.exp(-(ends[-1] ** 2) / 2))))
     width = [end / mp.mpf(2) ** BITS for end in ends]
     limit = [int(mp.floor(ends[i + 1] / ends[i] * mp.mpf(2) ** BITS)) if i + 1 < STRIPS else 0 for i in range(STRIPS)]
     height = [mp.exp(-end * end / 2) for end in [r, *ends[1:]]]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import dpulr.mechanisms.registry as registry
 from tests.support.small_cli import Ended
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_mechanism.py"
@@ -21,6 +23,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the example as the user's own module `mine`."""
     shutil.copy(EXAMPLE, tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # forget it afterwards
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 

@@ -117,7 +117,9 @@ def random_model(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["module", "functional"])
-@pytest.mark.parametrize("mechanism", [dpulr.ZerothOrder(repeats=1), dpulr.HiddenDirection()], ids=["zeroth-order", "hidden-direction"])
+@pytest.mark.parametrize(
+    "mechanism", [dpulr.ZerothOrder(repeats=1), dpulr.HiddenDirection()], ids=["zeroth-order", "hidden-direction"]
+)
 def test_a_known_seed_does_not_tell_what_dropout_drew(kind: str, mechanism: Any) -> None:
     """Finding 2, f01 and f01b: an attacker who knows `torch.manual_seed(0)` and all records but one computed both sums.
 
@@ -561,7 +563,9 @@ def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
     assert moved_by_raising(radius) <= 1e-2
 
 
-@pytest.mark.xfail(reason="finding 12: no lower limit for zeroth-order's radius yet, and the others are run one by one", strict=True)
+@pytest.mark.xfail(
+    reason="finding 12: no lower limit for zeroth-order's radius yet, and the others are run one by one", strict=True
+)
 def test_the_same_at_every_radius_that_is_accepted() -> None:
     """At 1e-6 the rounding of losses over the radius is of the size of the bound: it is refused, or the others are not run anew."""
     try:
@@ -608,7 +612,9 @@ def test_the_plan_takes_as_many_steps_as_the_engine() -> None:
     """Finding 15, f11: 3 steps planned at 2.2258, 4 taken at 2.4884."""
     data = points(100)
     for epochs, size in ((1.0, 30), (0.7, 20), (2.5, 64)):
-        planned = accounting.plan(noise_multiplier=1.0, batch_size=size, epochs=epochs, dataset_size=100, delta=1e-5, mechanism="gaussian")
+        planned = accounting.plan(
+            noise_multiplier=1.0, batch_size=size, epochs=epochs, dataset_size=100, delta=1e-5, mechanism="gaussian"
+        )
         private = engine(mlp(), data, batch_size=size, steps=None, epochs=epochs, noise_multiplier=1.0)
         assert private.planned_steps == planned.steps
         assert train(private) == planned.steps

@@ -78,8 +78,8 @@ def test_a_run_is_a_folder(finished: Path) -> None:
         assert field in found
     assert found["guarantee"] == "certified"
     noise = float(str(found["noise_multiplier"]))
-    priced = accounting.gaussian_epsilon(noise_multiplier=noise, sample_rate=0.1, steps=12, delta=1e-5)
-    assert found["epsilon"] == pytest.approx(priced, abs=1e-12)
+    ideal = accounting.gaussian_epsilon(noise_multiplier=noise, sample_rate=0.1, steps=12, delta=1e-5)
+    assert ideal < found["epsilon"] < 1.0001 * ideal  # rounding costs a little
     assert found["forward_passes"] == 12 * (1 + 2 * 2 * 2)
     assert [line["step"] for line in read_lines(finished / "metrics.jsonl")] == [4, 8, 12]
 

@@ -120,7 +120,10 @@ class RecordDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """In (0, 1), row by row; the rows of a replay are those of the clean pass, over and over."""
         rows = [self.rows[i % len(self.rows)] for i in range(len(like))]
         size = math.prod(like.shape[1:])
-        made = {key: np.random.default_rng(np.frombuffer(_digest(key + bytes([size % 251])), dtype=np.uint32)).random(size) for key in set(rows)}
+        made = {
+            key: np.random.default_rng(np.frombuffer(_digest(key + bytes([size % 251])), dtype=np.uint32)).random(size)
+            for key in set(rows)
+        }
         return torch.from_numpy(np.stack([made[key] for key in rows])).view(like.shape).clamp(1e-9, 1 - 1e-9).to(like.dtype)
 
 
@@ -217,7 +220,15 @@ class Replay:
     """An engine whose steps can be recorded on any data set of the same schema, at rate 1: every record is in every batch."""
 
     def __init__(
-        self, mechanism: Any, model: Any, example: Any, *, loss_fn: Any, random_model: bool = False, noise: float = 1.0, **settings: Any
+        self,
+        mechanism: Any,
+        model: Any,
+        example: Any,
+        *,
+        loss_fn: Any,
+        random_model: bool = False,
+        noise: float = 1.0,
+        **settings: Any,
     ) -> None:
         self.source = Replaying()
         self.source.random_model = random_model
@@ -346,5 +357,3 @@ def compare(replay: Replay, data: Any, neighbour: Any, seed: int = 0, *, without
     if max(shares.values()) > 1 + TOLERANCE:
         raise Leak(f"one record moves the sum by {max(shares.values()):.7g} of its bound: {shares}")
     return shares
-
-
