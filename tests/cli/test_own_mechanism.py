@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import dpulr.mechanisms.registry as registry
+from dpulr.mechanisms import known
 from tests.support.small_cli import Ended
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_mechanism.py"
@@ -23,7 +23,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the example as the user's own module `mine`."""
     shutil.copy(EXAMPLE, tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # forget it afterwards
+    monkeypatch.setattr(known, "_REGISTERED", dict(known._REGISTERED))  # forget it afterwards
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path

@@ -6,7 +6,7 @@ from dpulr.mechanisms.base import FittedMechanism, Mechanism, SitewiseMechanism,
 from dpulr.mechanisms.gaussian import Gaussian
 from dpulr.mechanisms.gradient import Gradient
 from dpulr.mechanisms.hidden_direction import HiddenDirection
-from dpulr.mechanisms.registry import by_name, kind_of, register, registry
+from dpulr.mechanisms.known import by_name, kind_of, register, registry
 from dpulr.mechanisms.zeroth_order import ZerothOrder
 
 __all__ = [

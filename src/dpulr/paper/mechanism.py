@@ -21,7 +21,7 @@ from dpulr import validate
 from dpulr.errors import BudgetError, InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, WorstCase, weighted
 from dpulr.mechanisms.chunks import Chunks
-from dpulr.mechanisms.registry import register
+from dpulr.mechanisms.known import register
 from dpulr.model.forward import Forward
 from dpulr.model.layers import Call
 from dpulr.model.layers.affine import AffineRule
