@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import mpmath as mp
 import numpy as np
 import pytest
+from scipy import special
 
 from dpulr import accounting as acc
 from dpulr.accounting import finite_precision
@@ -165,6 +166,33 @@ def test_where_no_bound_is_known_epsilon_is_infinite(noise, numbers):
     assert math.isinf(acc.epsilon(charges, DELTA))
     assert acc.delta_at(charges, 1.0) == 1.0
     assert acc.guarantee_of(charges, DELTA) == "none"
+
+
+@pytest.mark.parametrize("dim", [2, 3, 10, 128, 5000])
+@pytest.mark.parametrize("log_odds", [0.5, 3.0, 20.0, 60.0])
+def test_a_hidden_direction_rarely_moves_a_number_far(dim, log_odds):
+    """One draw: the exact tail of a coordinate on the sphere."""
+    reach = acc.HiddenSite(dim, 0.5).shift.within(log_odds) * 0.5
+    assert float(special.betainc((dim - 1) / 2, 0.5, max(0.0, 1 - reach**2))) <= math.exp(-log_odds)
+
+
+def test_several_hidden_directions_rarely_move_a_number_far():
+    """Eight draws in 16 dimensions, 200,000 times: the tails e^-3 and e^-6 are exceeded less often than that."""
+    site = acc.HiddenSite(16, 2.0, 8)
+    z = np.random.default_rng(1).standard_normal((200_000, 8, 16))
+    moved = (np.abs(z[..., 0]) / np.linalg.norm(z, axis=2)).mean(axis=1) / 2.0
+    for log_odds in (3.0, 6.0):
+        assert (moved > site.shift.within(log_odds)).mean() <= math.exp(-log_odds)
+    assert moved.mean() == pytest.approx(site.shift.mean, rel=0.01)
+    assert site.shift.largest == 0.5
+    assert acc.HiddenSite(1, 2.0).shift == acc.Shift(0.5)
+
+
+def test_hidden_directions_need_less_noise_than_known_ones():
+    """At a noise of 0.3 a known direction can be moved too far for numpy's normals; hidden ones in 32 dimensions can't."""
+    release = replace(acc.hidden_direction_release(0.25, [32] * 3, repeats=8), numbers=10**5)
+    assert slack([acc.Charge(acc.SampledStep(release, 0.01), 600)], 1e-7).loss < 0.01
+    assert slack([acc.Charge(gaussian(0.25, 0.01, numbers=10**5), 600)], 1e-7).loss > 0.1
 
 
 def test_numbers_are_checked_kept_and_read_from_older_ledgers():

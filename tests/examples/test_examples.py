@@ -27,7 +27,7 @@ LOSS = nn.CrossEntropyLoss(reduction="none")
 @pytest.fixture(autouse=True)
 def _own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an example registers is forgotten after its test."""
-    monkeypatch.setattr(sys.modules["dpulr.mechanisms.registry"], "_REGISTERED", dict(registry()))
+    monkeypatch.setattr(sys.modules["dpulr.mechanisms.known"], "_REGISTERED", dict(registry()))
     monkeypatch.setattr(layers, "_RULES", dict(layers._RULES))
 
 

@@ -53,7 +53,7 @@ def test_a_right_mechanism_passes(mechanism: Mechanism) -> None:
 
 
 def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["dpulr.mechanisms.registry"], "_REGISTERED", {})  # what it registers is forgotten
+    monkeypatch.setattr(sys.modules["dpulr.mechanisms.known"], "_REGISTERED", {})  # what it registers is forgotten
     votes = runpy.run_path(str(EXAMPLES / "own_mechanism.py"))["Votes"]()
     assert is_foreign(votes)
     assert reason(votes) is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from dpulr import validate
 from dpulr.accounting.kinds import from_dict, register, to_dict
@@ -24,12 +24,28 @@ __all__ = [
     "HiddenSite",
     "Release",
     "SampledStep",
+    "Shift",
     "Step",
     "Unaccounted",
     "from_dict",
     "register_release",
     "to_dict",
 ]
+
+
+class Shift(NamedTuple):
+    """How far one record moves a number of a part of a release, in standard deviations of the noise.
+
+    Never by more than `largest`; and, where its direction is random, with the tails of a normal of this mean and spread.
+    """
+
+    largest: float
+    mean: float = math.inf
+    spread: float = 0.0
+
+    def within(self, log_odds: float) -> float:
+        """What a number is not moved beyond, but for a probability of e^-log_odds."""
+        return min(self.largest, self.mean + self.spread * math.sqrt(2 * max(log_odds, 0.0)))
 
 
 class Release:
@@ -54,8 +70,8 @@ class Release:
         return ()
 
     @property
-    def shifts(self) -> tuple[float, ...]:
-        """How far one record moves each part of the release at most, in standard deviations of the noise. `numbers` needs it."""
+    def shifts(self) -> tuple[Shift, ...]:
+        """How far one record moves the numbers of each part of the release. Needed where `numbers` is not 0."""
         raise InvalidArgument(f"{type(self).__name__} says how many numbers it hands out, but not how far a record moves them.")
 
     def pair(self) -> Cells:
@@ -121,8 +137,8 @@ class GaussianRelease(Release):
         validate.whole_number("numbers", self.numbers, 0)
 
     @property
-    def shifts(self) -> tuple[float, ...]:
-        return (1 / self.noise_multiplier,)
+    def shifts(self) -> tuple[Shift, ...]:
+        return (Shift(1 / self.noise_multiplier),)
 
     def pair(self) -> Cells:
         from dpulr.accounting.gaussian import gaussian_cells
@@ -170,6 +186,16 @@ class HiddenSite:
         """Noise over shift of one direction's pair: t = tau * sqrt(repeats)."""
         return self.noise_ratio * math.sqrt(self.repeats)
 
+    @property
+    def shift(self) -> Shift:
+        """A number is moved by the mean over draws of products <a, z>, |a| at most 1, over tau (section 9, step 5)."""
+        from dpulr.accounting.small_signal import mean_overlap
+
+        largest = 1 / self.noise_ratio
+        if self.dim == 1:
+            return Shift(largest)
+        return Shift(largest, mean_overlap(self.dim) * largest, largest / math.sqrt((self.dim - 1) * self.repeats))
+
     @classmethod
     def from_older(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Version 0.1.0 could draw directions in orthonormal frames; a frame of 1 is what is left of them."""
@@ -201,8 +227,8 @@ class HiddenDirectionRelease(Release):
         validate.whole_number("numbers", self.numbers, 0)
 
     @property
-    def shifts(self) -> tuple[float, ...]:
-        return (*(1 / site.noise_ratio for site in self.sites), *(1 / noise for noise in self.gaussian))
+    def shifts(self) -> tuple[Shift, ...]:
+        return (*(site.shift for site in self.sites), *(Shift(1 / noise) for noise in self.gaussian))
 
     def pair(self) -> Cells:
         from dpulr.accounting.hidden_direction import release_pair

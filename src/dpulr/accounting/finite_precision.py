@@ -23,7 +23,7 @@ FAR = 0.19  # a record moves few numbers by more than this many standard deviati
 LARGEST_ERROR = 0.25  # beyond it no statement is made
 LARGEST_EXPONENT = 700.0
 SHARES = (1e-4, 1e-3, 1e-2)  # of delta, spent on what is rare; the best is taken
-PARTS = 6  # kinds of rare things
+PARTS = 7  # kinds of rare things
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,13 @@ def slack(charges: Sequence[Charge], mass: float) -> Slack:
 
 def _loss(rounded: Sequence[tuple[int, SampledStep]], rare: float) -> float:
     """By how much the loss of the whole run may exceed the ideal one, but for a probability of `rare` (Chernoff's bound)."""
-    met = moved = farthest = 0.0  # numbers of steps that the record takes part in, and those of them that it moves far
+    met = sum(count * _odds(step) * step.release.numbers for count, step in rounded)  # numbers that the record may have moved
+    moved = farthest = 0.0  # how many of them it moves far, and how far
     for count, step in rounded:
-        numbers = step.release.numbers
-        met += count * _odds(step) * numbers
-        moved += count * _odds(step) * (min(numbers, _far(step)) if step.sample_rate <= 0.5 else numbers)
-        farthest = max(farthest, *step.release.shifts)
+        hidden = step.sample_rate <= 0.5  # else nothing is made of the directions' being random
+        moved += count * _odds(step) * (min(step.release.numbers, _far(step)) if hidden else step.release.numbers)
+        log_odds = math.log(met / rare)
+        farthest = max(farthest, *(shift.within(log_odds) if hidden else shift.largest for shift in step.release.shifts))
     error = _error_at(max(_reach(met / rare) + min(FAR, farthest), _reach(moved / rare) + farthest))
     if error > LARGEST_ERROR:
         return math.inf
@@ -90,7 +91,8 @@ def _odds(step: SampledStep) -> float:
 
 def _far(step: SampledStep) -> float:
     """How many numbers a record can move by more than FAR."""
-    return math.fsum(shift**2 for shift in step.release.shifts) / FAR**2 if max(step.release.shifts) > FAR else 0.0
+    largest = [shift.largest for shift in step.release.shifts]
+    return math.fsum(shift**2 for shift in largest) / FAR**2 if max(largest) > FAR else 0.0
 
 
 def _reach(odds: float) -> float:

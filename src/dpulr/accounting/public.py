@@ -9,6 +9,7 @@ from dpulr.accounting.events import HiddenDirectionRelease as HiddenDirectionRel
 from dpulr.accounting.events import HiddenSite as HiddenSite
 from dpulr.accounting.events import Release as Release
 from dpulr.accounting.events import SampledStep as SampledStep
+from dpulr.accounting.events import Shift as Shift
 from dpulr.accounting.events import Unaccounted as Unaccounted
 from dpulr.accounting.events import register_release as register_release
 from dpulr.accounting.ledger import Ledger as Ledger
