@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -286,6 +286,12 @@ class PrivacyEngine:
         if reason not in self._reasons:
             self._reasons.append(reason)
             warnings.warn(f"no guarantee any more: {reason}.", stacklevel=2)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("an engine can't be copied: two would step on one batch, and count it once.")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__copy__()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

@@ -259,7 +259,6 @@ class Stops(Items):
         return super().__getitem__(row)
 
 
-@pytest.mark.xfail(reason="issue 15, item 1 (charged before it is read): the engine's author has it in work", strict=False)
 def test_a_batch_is_charged_before_it_is_read() -> None:
     """Finding 5: whatever ends the reading, the batch that was drawn is charged, so that drawing another one is not free."""
     private = engine(mlp(), Stops(some_records(30)), batch_size=10, steps=20)
@@ -346,7 +345,6 @@ def test_a_batch_that_was_changed_is_refused_or_as_it_was(change: Callable[[Any,
 
 
 # --- 8: going back ----------------------------------------------------------------------------------------------------
-@pytest.mark.xfail(reason="issue 15, item 8: the engine's author has it in work", strict=False)
 def test_going_back_to_an_older_state_forgets_no_charge() -> None:
     """Finding 8, e01 (4): 20 steps, back to step 5, 15 more: 35 releases on the data, of which 20 were charged."""
     model = mlp()
@@ -389,7 +387,6 @@ def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output, targets, reduction="none") / len(targets)
 
 
-@pytest.mark.xfail(reason="issue 15, item 3 (the check stays on under randomness): branch t-rows", strict=False)
 @pytest.mark.parametrize(("model", "loss_fn"), [(SignByPlace, LOSS), (Dropped, mean_loss)], ids=["place", "size"])
 def test_randomness_does_not_switch_off_the_row_check(model: Any, loss_fn: Any) -> None:
     """Finding 9, f15: F.dropout hid a loss over the batch's size, and a sign by the place in the batch."""
@@ -432,7 +429,6 @@ class OperatorOfOnesOwn(nn.Module):
         return self.layer(torch.ops.dpulr_tests.largest(x))
 
 
-@pytest.mark.xfail(reason="issue 15, item 6: branch t-rows", strict=False)
 @pytest.mark.parametrize("model", [AnotherPath, OperatorOfOnesOwn], ids=lambda model: model.__name__)
 def test_a_model_that_mixes_where_no_small_probe_shows_it(model: Any) -> None:
     """Finding 9, r01: another path for more than 64 records; a value read inside a custom operator. Refused, or records apart."""
@@ -447,7 +443,6 @@ def test_a_model_that_mixes_where_no_small_probe_shows_it(model: Any) -> None:
     compare(replay, TensorDataset(x, y), joined)
 
 
-@pytest.mark.xfail(reason="issue 15, item 6 (the statement): the engine's author and t-acc have it in work", strict=False)
 def test_the_statement_names_what_is_checked_and_what_is_public() -> None:
     """Finding 9: row independence is checked, not proved; and `batch_size` takes the size of the data set as public."""
     private = engine(mlp(), points(), batch_size=10, steps=1)
@@ -507,7 +502,6 @@ def test_the_sum_of_many_records_moves_by_hardly_more_than_one_bound(mechanism: 
     assert moved_by_one(mechanism, records, pattern) <= 1 + 2e-4
 
 
-@pytest.mark.xfail(reason="issue 15, item 5: sums of 512 records in float32 round by more than the margin of 1e-5", strict=True)
 @pytest.mark.parametrize("mechanism", ONE_SUM[1:], ids=lambda mechanism: mechanism.name)
 def test_the_sum_of_many_records_moves_by_one_bound_at_most(mechanism: Any) -> None:
     """Finding 10. A record that is left out moves all that follow it into other parts of the sum, which round in other ways."""
@@ -563,9 +557,6 @@ def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
     assert moved_by_raising(radius) <= 1e-2
 
 
-@pytest.mark.xfail(
-    reason="finding 12: no lower limit for zeroth-order's radius yet, and the others are run one by one", strict=True
-)
 def test_the_same_at_every_radius_that_is_accepted() -> None:
     """At 1e-6 the rounding of losses over the radius is of the size of the bound: it is refused, or the others are not run anew."""
     try:
@@ -587,7 +578,6 @@ def moved_by_raising(radius: float) -> float:
 
 
 # --- 13 to 15: the accountant -----------------------------------------------------------------------------------------
-@pytest.mark.xfail(reason="issue 15, item 9: branch t-acc", strict=False)
 @pytest.mark.parametrize("sigma", [0.01, 0.005])
 @pytest.mark.parametrize("rate", [1e-15, 1e-17])
 def test_not_a_number_is_no_epsilon(sigma: float, rate: float) -> None:
@@ -599,7 +589,6 @@ def test_not_a_number_is_no_epsilon(sigma: float, rate: float) -> None:
     assert found > 1_000
 
 
-@pytest.mark.xfail(reason="issue 15, item 9: branch t-acc and the engine's author", strict=False)
 def test_nothing_is_certified_at_an_infinite_epsilon() -> None:
     """Finding 14, e01 (1): noise 0.001 and no target; the headline said "certified"."""
     private = engine(mlp(), points(), batch_size=10, steps=50, noise_multiplier=1e-3)
@@ -622,7 +611,6 @@ def test_the_plan_takes_as_many_steps_as_the_engine() -> None:
 
 
 # --- 16: the rest -----------------------------------------------------------------------------------------------------
-@pytest.mark.xfail(reason="issue 15, item 9: branch t-acc", strict=False)
 def test_a_planted_cache_is_not_printed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16, c02: what is printed as the final epsilon is computed afresh."""
     from dpulr.accounting import cache
@@ -636,7 +624,6 @@ def test_a_planted_cache_is_not_printed(tmp_path: Any, monkeypatch: pytest.Monke
     assert private.privacy_spent().epsilon == honest
 
 
-@pytest.mark.xfail(reason="issue 15, item 10: branch t-rows", strict=False)
 def test_a_rule_whose_gain_is_too_small_is_refused() -> None:
     """Finding 16, f13: a registered rule with gains 50 times too small gave 49.9995 C, certified."""
 
@@ -669,7 +656,6 @@ def test_a_flat_loss_and_a_small_kappa_give_a_finite_release(kappa: float) -> No
     assert bool(torch.isfinite(replay.sum_over(x, y)).all())
 
 
-@pytest.mark.xfail(reason="issue 15, item 12 (copy.copy): the engine's author", strict=False)
 def test_an_engine_can_t_be_copied() -> None:
     """Finding 16, e01 (2): two engines stepped on one batch."""
     private = engine(mlp(), points(), batch_size=10)
@@ -678,7 +664,6 @@ def test_an_engine_can_t_be_copied() -> None:
             how(private)
 
 
-@pytest.mark.xfail(reason="issue 15, item 12 (order of a batch): the engine's author", strict=False)
 def test_the_last_record_may_stand_anywhere_in_a_batch() -> None:
     """Finding 16, e02: below 2 % numpy's choice put the last record always last. 60 batches that hold it: false alarms 1e-9."""
     rng, elsewhere, held = np.random.default_rng(0), 0, 0

@@ -25,7 +25,7 @@ from dpulr.norms import flat_norm
 Space = Literal["auto", "output", "weight", "known-output"]
 """Where noise goes in. "auto": the smaller space; "known-output": the output wherever a layer has a rule for it."""
 _MOST_AHEAD, _NUMBERS_AHEAD = 64, 2**17
-SUMMED_TOGETHER = 512
+SUMMED_TOGETHER = 256
 """Records whose gradients are added in the model's own precision; these sums are added in float64 (docs/theory.md, section 9)."""
 
 
