@@ -85,23 +85,33 @@ def chance_level(epsilon: float, games: int = GAMES) -> int:
     return int(binom.isf(1e-6, 2 * games, best))
 
 
-def dropout_total(model: nn.Module, data: TensorDataset, mechanism: Any, noise: float) -> tuple[Tensor, Tensor, float]:
-    """The sum before noise and the release of one step after `torch.manual_seed(0)`, and its epsilon."""
-    private = engine(model, data, mechanism=mechanism, sample_rate=1.0, expected_batch_size=100.0, steps=1, noise_multiplier=noise)
+def seeded_steps(model: nn.Module, records: int, mechanism: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums before noise and releases of steps on equal records, each right after `torch.manual_seed(0)`."""
+    private = engine(
+        model,
+        TensorDataset(torch.ones(records, 6), torch.zeros(records).long()),
+        mechanism=mechanism,
+        sample_rate=1.0,
+        expected_batch_size=100.0,
+        steps=steps,
+        noise_multiplier=4.0,
+        learning_rate=0.0,
+    )
     sums: list[Tensor] = []
     released: list[Tensor] = []
     summed = private.fitted.sum_of_bounded_signals
+    public = private.fitted.draw_public(0)  # the same for all games: the attacker has it easier
 
     def noted(*args: Any) -> Any:
         sums.append(summed(*args).clone())
         return sums[-1].clone()
 
-    private.fitted.sum_of_bounded_signals = noted
+    private.fitted.sum_of_bounded_signals, private.fitted.draw_public = noted, lambda step: public
     private.on_release(lambda heard: released.append(heard.values))
     for batch in private.batches():
         torch.manual_seed(0)
         private.step(*batch)
-    return sums[0], released[0], private.privacy_spent().epsilon or math.inf
+    return sums, released
 
 
 def random_model(kind: str) -> nn.Module:
@@ -116,29 +126,35 @@ def random_model(kind: str) -> nn.Module:
     return Functional(nn.Linear(6, 8), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize("kind", ["module", "functional"])
-@pytest.mark.parametrize("mechanism", [dpulr.ZerothOrder(repeats=1), dpulr.HiddenDirection()], ids=["zeroth-order", "hidden-direction"])
-def test_a_known_seed_does_not_tell_what_dropout_drew(kind: str, mechanism: Any) -> None:
-    """Finding 2, f01 and f01b: an attacker who knows `torch.manual_seed(0)` and all records but one computed both sums.
+kinds_of_dropout = pytest.mark.parametrize("kind", ["module", "functional"])
 
-    60 games each on equal records. The bound on right guesses is that of the certified epsilon; false alarms below 1e-6. At the
-    reviewed commit all guesses were right.
+
+@kinds_of_dropout
+def test_a_known_seed_does_not_tell_what_dropout_drew(kind: str) -> None:
+    """Finding 2, f01: an attacker who knows `torch.manual_seed(0)` and all records but one computed both sums.
+
+    60 games each, one step with noise 4 on 100 or 101 equal records: epsilon 0.926. The bound on right guesses is that of this
+    epsilon; false alarms below 1e-6. At the reviewed commit all guesses were right.
     """
-    x = torch.ones(100, 6)
-    data, neighbour = TensorDataset(x, torch.zeros(100).long()), TensorDataset(torch.ones(101, 6), torch.zeros(101).long())
-    model = random_model(kind)
-    if isinstance(mechanism, dpulr.HiddenDirection):  # directions are secret, too; only dropout is under test
-        first, second = dropout_total(model, data, mechanism, 4.0)[0], dropout_total(model, data, mechanism, 4.0)[0]
-        assert not torch.equal(first, second)
-        return
-    known, more, _ = (*(dropout_total(model, own, mechanism, 4.0)[0] for own in (data, neighbour)), 0)
+    model, mechanism = random_model(kind), dpulr.ZerothOrder(repeats=1)
+    known, more = (seeded_steps(model, records, mechanism, 1)[0][0] for records in (100, 101))
+    epsilon = accounting.gaussian_epsilon(noise_multiplier=4.0, sample_rate=1.0, steps=1, delta=1e-5)
     right = 0
-    for own, truth in ((data, False), (neighbour, True)):
-        for _ in range(GAMES):
-            _, release, epsilon = dropout_total(model, own, mechanism, 4.0)
-            says = (release - more).norm() < (release - known).norm()
-            right += bool(says) == truth
+    for records in (100, 101):
+        _, released = seeded_steps(model, records, mechanism, GAMES)
+        right += sum(bool((values - more).norm() < (values - known).norm()) == (records == 101) for values in released)
     assert right <= chance_level(epsilon)
+
+
+@kinds_of_dropout
+@by_name
+def test_dropout_is_drawn_afresh_whatever_the_seed(kind: str, mechanism: Any) -> None:
+    """Finding 2, f01b: with the same seed the same data gave the same sum twice, and the stream of the others moved with a record."""
+    model = random_model(kind)
+    sums, _ = seeded_steps(model, 100, mechanism, 2)
+    assert not torch.allclose(sums[0], sums[1], rtol=1e-3)
+    replay = Replay(mechanism, model, Items(some_records(40)), loss_fn=LOSS, random_model=True)
+    compare(replay, Items(some_records(40)), Items(some_records(41)), tolerance=1e-3)
 
 
 # --- 3: the first record's arguments ----------------------------------------------------------------------------------------
@@ -257,7 +273,6 @@ class Stops(Items):
         return super().__getitem__(row)
 
 
-@pytest.mark.xfail(reason="issue 15, item 1 (charged before it is read): the engine's author has it in work", strict=False)
 def test_a_batch_is_charged_before_it_is_read() -> None:
     """Finding 5: whatever ends the reading, the batch that was drawn is charged, so that drawing another one is not free."""
     private = engine(mlp(), Stops(some_records(30)), batch_size=10, steps=20)
@@ -344,7 +359,6 @@ def test_a_batch_that_was_changed_is_refused_or_as_it_was(change: Callable[[Any,
 
 
 # --- 8: going back -----------------------------------------------------------------------------------------------------------------
-@pytest.mark.xfail(reason="issue 15, item 8: the engine's author has it in work", strict=False)
 def test_going_back_to_an_older_state_forgets_no_charge() -> None:
     """Finding 8, e01 (4): 20 steps, back to step 5, 15 more: 35 releases on the data, of which 20 were charged."""
     model = mlp()
@@ -387,7 +401,6 @@ def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output, targets, reduction="none") / len(targets)
 
 
-@pytest.mark.xfail(reason="issue 15, item 3 (the check stays on under randomness): branch t-rows", strict=False)
 @pytest.mark.parametrize(("model", "loss_fn"), [(SignByPlace, LOSS), (Dropped, mean_loss)], ids=["place", "size"])
 def test_randomness_does_not_switch_off_the_row_check(model: Any, loss_fn: Any) -> None:
     """Finding 9, f15: F.dropout hid a loss over the batch's size, and a sign by the place in the batch."""
@@ -430,7 +443,6 @@ class OperatorOfOnesOwn(nn.Module):
         return self.layer(torch.ops.dpulr_tests.largest(x))
 
 
-@pytest.mark.xfail(reason="issue 15, item 6: branch t-rows", strict=False)
 @pytest.mark.parametrize("model", [AnotherPath, OperatorOfOnesOwn], ids=lambda model: model.__name__)
 def test_a_model_that_mixes_where_no_small_probe_shows_it(model: Any) -> None:
     """Finding 9, r01: another path for more than 64 records; a value read inside a custom operator. Refused, or records apart."""
@@ -555,22 +567,6 @@ class Moody(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("radius", [1e-1, 1e-2, 1e-3])
-def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
-    """Finding 12, f04: 400 others are run one by one then, which changes the last bits of their losses. The record adds nothing."""
-    assert moved_by_raising(radius) <= 1e-2
-
-
-@pytest.mark.xfail(reason="finding 12: no lower limit for zeroth-order's radius yet, and the others are run one by one", strict=True)
-def test_the_same_at_every_radius_that_is_accepted() -> None:
-    """At 1e-6 the rounding of losses over the radius is of the size of the bound: it is refused, or the others are not run anew."""
-    try:
-        moved = moved_by_raising(1e-6)
-    except InvalidArgument:
-        return
-    assert moved <= 1e-2
-
-
 def moved_by_raising(radius: float) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(Moody(), nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
@@ -580,6 +576,62 @@ def moved_by_raising(radius: float) -> float:
     alone = replay.sum_over(x, y[:400])
     joined = replay.sum_over(torch.cat([x, torch.full((1, 6), 100.0)]), y)
     return max(replay.shares(joined - alone).values())
+
+
+@pytest.mark.parametrize("radius", [1e-1, 1e-2, 1e-3])
+def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
+    """Finding 12, f04: 400 others are run one by one then, which changes the last bits of their losses. The record adds nothing."""
+    assert moved_by_raising(radius) <= 1e-2
+
+
+bits_of_others = pytest.mark.xfail(reason="finding 12: a row's last bits depend on how many rows are run with it", strict=True)
+
+
+@bits_of_others
+def test_a_record_that_raises_hardly_moves_the_others_at_every_radius() -> None:
+    """Finding 12: at 1e-6 rounding over the radius is of the size of the bound. Refused, or the others are not run anew."""
+    try:
+        moved = moved_by_raising(1e-6)
+    except InvalidArgument:
+        return
+    assert moved <= 1e-2
+
+
+def flat_records(count: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, and records whose losses are so large that what a perturbation changes is less than their last bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    x = 1e7 * torch.randn(count, 6, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        return model, x, model(x).argmin(1)
+
+
+AMPLIFYING = [dpulr.HiddenDirection(), dpulr.HiddenDirection(antithetic=True), dpulr.Gaussian(repeats=2)]
+
+
+@bits_of_others
+@pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
+def test_a_label_out_of_range_leaves_the_bits_of_the_others(mechanism: Any) -> None:
+    """Finding 12, worse than the review has it. 200 others, of which each keeps a sign; one record with label 7 adds nothing itself,
+    but its loss raises, so that all others are run one by one: by other kernels. Their signs turn, and the sum moves by 10 to 40 C.
+    """
+    model, x, y = flat_records(200)
+    replay = Replay(mechanism, model, TensorDataset(x, y), loss_fn=LOSS)
+    joined = replay.sum_over(torch.cat([x, x[:1]]), torch.cat([y, torch.tensor([7])]))
+    assert max(replay.shares(joined - replay.sum_over(x, y)).values()) <= 1
+
+
+@bits_of_others
+@pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
+def test_the_size_of_a_batch_leaves_the_bits_of_the_others(mechanism: Any) -> None:
+    """Finding 12: the same without an error, where torch takes another kernel for one row more. The record is NaN and adds nothing."""
+    worst = 0.0
+    for count in (*range(1, 10), 15, 31, 63):
+        model, x, y = flat_records(count)
+        replay = Replay(mechanism, model, TensorDataset(x, y), loss_fn=LOSS)
+        joined = replay.sum_over(torch.cat([x, torch.full((1, 6), torch.nan)]), torch.cat([y, y[:1]]))
+        worst = max(worst, *replay.shares(joined - replay.sum_over(x, y)).values())
+    assert worst <= 0.5
 
 
 # --- 13 to 15: the accountant -----------------------------------------------------------------------------------------------------------
@@ -630,7 +682,6 @@ def test_a_planted_cache_is_not_printed(tmp_path: Any, monkeypatch: pytest.Monke
     assert private.privacy_spent().epsilon == honest
 
 
-@pytest.mark.xfail(reason="issue 15, item 10: branch t-rows", strict=False)
 def test_a_rule_whose_gain_is_too_small_is_refused() -> None:
     """Finding 16, f13: a registered rule with gains 50 times too small gave 49.9995 C, certified."""
 
@@ -651,7 +702,15 @@ def test_a_rule_whose_gain_is_too_small_is_refused() -> None:
     assert private.guarantee == "none"
 
 
-@pytest.mark.parametrize("kappa", [1e-46, 1e-40, 1e-30, 1e-12])
+@pytest.mark.parametrize(
+    "kappa",
+    [
+        pytest.param(1e-46, marks=pytest.mark.xfail(reason="finding 16: kappa below float32's range is accepted", strict=True)),
+        1e-40,
+        1e-30,
+        1e-12,
+    ],
+)
 def test_a_flat_loss_and_a_small_kappa_give_a_finite_release(kappa: float) -> None:
     """Finding 16, f10: 0 / 0 made the whole release NaN. Refused, or finite."""
     try:
