@@ -263,10 +263,10 @@ def test_a_model_s_own_randomness_is_secret_in_a_step() -> None:
 
     class Draws(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch.rand(()).item())
+            seen.append(tuple(torch.rand(3).tolist()))  # three together don't meet by chance
             return x
 
-    seen: list[float] = []
+    seen: list[tuple[float, ...]] = []
     found = []
     for _ in range(2):
         private = engine(nn.Sequential(Draws(), nn.Linear(4, 2)), mechanism="zeroth-order", steps=1)

@@ -24,6 +24,7 @@ from dpulr.accounting.events import Charge, Unaccounted
 from dpulr.accounting.statement import Guarantee
 from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
 from dpulr.model.batches import copied
 from dpulr.model.losses import LossFunction
@@ -115,10 +116,6 @@ class PrivacyEngine:
         self.run, self._reasons = secrets.token_hex(8), list[str]()
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
-        if ledger is not None:
-            fixed = ("noise_multiplier", "rejection_threshold", "target_epsilon", "target_delta")
-            start = {name: getattr(self.plan, name) for name in fixed}
-            self.use_ledger(ledger_at(Path(ledger), planned_steps=self.plan.steps, **start))
         self._sampler = self.plan.sampler()
         self._batch_rng, self._noise = source.batches(), source.noise(self.fitted.size)
         self._directions, self._model_randomness = source.directions(device, self.forward.dtype), source.model_randomness
@@ -131,6 +128,14 @@ class PrivacyEngine:
         self._observers: list[Callable[[Released], None]] = []
         self._own: Batch = ((), ())
         self._current: Batch | None = None
+        if ledger is not None:
+            fixed = ("noise_multiplier", "rejection_threshold", "target_epsilon", "target_delta")
+            start = {name: getattr(self.plan, name) for name in fixed}
+            self.use_ledger(ledger_at(Path(ledger), planned_steps=self.plan.steps, **start))
+        self._check_mechanism_from_outside(memory_limit, seed)
+        if self.plan.public_size is not None and not self.plan.event.reasons:
+            for sentence in accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size):
+                warnings.warn(sentence, stacklevel=2)
 
     # --- training -----------------------------------------------------------------------------------------------------
     def batches(self, steps: int | None = None) -> Iterator[Batch]:
@@ -266,6 +271,15 @@ class PrivacyEngine:
         if not public:
             self._void("parameters were changed to values that are not public")
         self._watch.accept()
+
+    def _check_mechanism_from_outside(self, memory_limit: int | None, seed: int) -> None:
+        """A mechanism that is none of the package's own is tried before it is believed."""
+        if is_foreign(self.mechanism):
+            trial = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
+            reason = check_mechanism(trial, self.forward, self.plan)
+            self._watch.accept()  # it tries other weights, and puts them back
+            if reason is not None:
+                self._void(f"the mechanism {self.mechanism.name} comes from outside, and its bound could not be shown: {reason}")
 
     def _void(self, reason: str) -> None:
         """From now on nothing is certified, and a warning says why."""

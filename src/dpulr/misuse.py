@@ -64,7 +64,8 @@ class Watch:
 
     def _fingerprint(self) -> list[tuple[int, int, float]]:
         """Cheap: how often a parameter was changed in place, where it lies, and its first number."""
-        return [(p._version, p.data_ptr(), p.detach().view(-1)[0].item() if p.numel() else 0.0) for p in self._parameters]
+        with torch.inference_mode():
+            return [(p._version, p.data_ptr(), p.view(-1)[0].item() if p.numel() else 0.0) for p in self._parameters]
 
 
 def _place() -> str:

@@ -10,7 +10,7 @@ import operator
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from mmap import mmap
 from typing import Any, cast
@@ -24,7 +24,7 @@ from dpulr.data.views import ArrayDataset
 from dpulr.errors import DataError
 from dpulr.schema import Leaf, Misfit, Schema
 
-_WORTH_THREADS, _ITEMS_AT_ONCE, _LOOKED_AT = 64, 16, 64
+_WORTH_THREADS, _ITEMS_AT_ONCE, _LOOKED_AT = 64, 16, 32
 _UNREAD = object()
 
 
@@ -218,12 +218,9 @@ class _Items:
         with _quiet():
             if not self._reuses_memory:
                 records = list(self._fetched(places))
-                try:
-                    return _joined(records, schema), np.arange(len(records))
-                except _SharedMemory:
-                    self._reuses_memory = True
-                except Exception:
-                    return _fitted(records, schema)
+                self._reuses_memory = _share_memory(records, schema)
+                if not self._reuses_memory:
+                    return _joined_or_fitted(records, schema)
             return _fitted(self._fetched(places), schema)
 
     def _fetched(self, places: np.ndarray) -> Iterable[Any]:
@@ -251,7 +248,7 @@ def _fitted(records: Iterable[Any], schema: Schema) -> tuple[list[Tensor], np.nd
         if record is _UNREAD:
             continue
         try:
-            fitted = [value.clone() for value in schema.fitted(record)]
+            fitted = [value.detach().clone() for value in schema.fitted(record)]
         except Exception:
             continue
         kept.append(i)
@@ -264,12 +261,44 @@ def _fitted(records: Iterable[Any], schema: Schema) -> tuple[list[Tensor], np.nd
     return joined, np.array(kept, dtype=np.int64)
 
 
-# The short way, for batches in which nothing is odd. It raises where something is, and so changes no value.
-class _SharedMemory(Exception):
-    """Values that lie at one place: an earlier record's may have been overwritten by a later one's.
+def _share_memory(records: list[Any], schema: Schema) -> bool:
+    """Whether values of different records lie at one place: an earlier record's may have been overwritten by a later one's.
 
     A data set that fills one buffer again and again does so for all records, so that the first of a batch are enough to see it.
     """
+    seen: set[tuple[int, int]] = set()
+    for record in records[:_LOOKED_AT]:
+        with suppress(Exception):
+            for i, value in enumerate(schema.values(record)):
+                place = (i, _address(value))
+                if place[1] and place in seen:
+                    return True
+                seen.add(place)
+    return False
+
+
+def _address(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return int(value.__array_interface__["data"][0]) if isinstance(value, np.ndarray) else 0
+
+
+# The short way, for records of which none is odd. It raises where one is, and so changes no value.
+def _joined_or_fitted(records: list[Any], schema: Schema) -> tuple[list[Tensor], np.ndarray]:
+    with suppress(Exception):
+        return _joined(records, schema), np.arange(len(records))
+    columns: list[list[Tensor]] = [[torch.empty((0, *leaf.shape), dtype=leaf.dtype)] for leaf in schema.leaves]
+    kept = []
+    for start in range(0, len(records), _ITEMS_AT_ONCE):  # few are odd, and most parts have none
+        part = records[start : start + _ITEMS_AT_ONCE]
+        try:
+            own, found = _joined(part, schema), np.arange(len(part))
+        except Exception:
+            own, found = _fitted(part, schema)
+        kept.append(start + found)
+        for column, values in zip(columns, own, strict=True):
+            column.append(values)
+    return [torch.cat(column) for column in columns], np.concatenate([np.empty(0, dtype=np.int64), *kept])
 
 
 def _joined(records: list[Any], schema: Schema) -> list[Tensor]:
@@ -302,13 +331,12 @@ def _stacked(leaf: Leaf, values: Sequence[Any]) -> Tensor:
         stack = torch.tensor(values, dtype=leaf.dtype)
     else:
         if issubclass(kind, np.generic):
-            tensors: Sequence[Tensor] = [torch.from_numpy(np.array(value)) for value in values]
-        else:
-            tensors = list(map(torch.from_numpy, values)) if kind is np.ndarray else values
-            first = [tensor.data_ptr() for tensor in tensors[:_LOOKED_AT]]
-            if len(set(first)) < len(first) and any(first):
-                raise _SharedMemory
-        stack = torch.stack(tuple(tensors)).detach()  # it widens types: if the schema's comes out, each value was cast to it
+            values = [torch.from_numpy(np.array(value)) for value in values]
+        elif issubclass(kind, np.ndarray):
+            values = list(map(torch.from_numpy, values))
+        elif kind is not Tensor:
+            raise TypeError
+        stack = torch.stack(tuple(values)).detach()  # it widens types: if the schema's comes out, each value was cast to it
     if stack.dtype is not leaf.dtype or stack.shape[1:] != leaf.shape or not stack.is_cpu or stack.layout is not torch.strided:
         raise TypeError
     return stack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ class Leaf:
 
     def fitted(self, value: Any) -> Tensor:
         """One record's value in this type, if it has this shape and the type can hold it. Floats are rounded to a shorter float."""
-        given = as_tensor(value)
-        if tuple(given.shape) != self.shape:
+        given = value if type(value) is Tensor and value.is_cpu and value.layout is torch.strided else as_tensor(value)
+        if given.shape != self.shape:
             raise Misfit("shape", f"has shape {tuple(given.shape)} instead of {self.shape}")
         cast, same = self._cast(given)
         if same is not None and not bool(same.all()):
@@ -102,7 +103,7 @@ class Schema:
     def __str__(self) -> str:
         return f"{_described(self.inputs)} and {_described(self.target)}"
 
-    @property
+    @cached_property
     def leaves(self) -> list[Leaf]:
         return [leaf for leaf in _walk((self.inputs, self.target)) if isinstance(leaf, Leaf)]
 
@@ -129,12 +130,13 @@ class Schema:
 
     def fitted(self, record: Any) -> list[Tensor]:
         """The record's values in the schema's types; Misfit, with the place, if it has none that fit."""
-        fitted = []
-        for i, (leaf, value) in enumerate(zip(self.leaves, self.values(record), strict=True)):
-            try:
+        fitted: list[Tensor] = []
+        try:
+            for leaf, value in zip(self.leaves, self.values(record), strict=True):
                 fitted.append(leaf.fitted(value))
-            except Misfit as misfit:
-                raise Misfit(misfit.kind, f"value {i + 1} of {len(self.leaves)} {misfit}") from None
+        except Misfit as misfit:
+            place = "" if misfit.kind == "structure" else f"value {len(fitted) + 1} of {len(self.leaves)} "
+            raise Misfit(misfit.kind, f"{place}{misfit}") from None
         return fitted
 
 
@@ -179,7 +181,7 @@ def _collect(tree: Any, value: Any, found: list[Any]) -> None:
         found.append(value)
     elif isinstance(tree, Constant):
         if value != tree.value:
-            raise Misfit("type", f"has not {tree} where the schema has it")
+            raise Misfit("structure", f"has not {tree} where the schema has it")
     elif isinstance(tree, dict):
         if not isinstance(value, Mapping) or value.keys() != tree.keys():
             raise Misfit("structure", f"has no dict with the keys {', '.join(map(repr, tree))} where the schema has one")

@@ -170,7 +170,7 @@ def test_directions_do_not_outlive_the_step(monkeypatch: pytest.MonkeyPatch) -> 
         gc.collect()
         assert drawn
         assert all(ref() is None for ref in drawn)
-    assert set(private.state_dict()) == {"model", "optimizer", "ledger"}
+    assert set(private.state_dict()) == {"model", "optimizer", "ledger", "run", "reasons"}
 
 
 # --- subspaces ------------------------------------------------------------------------------------------------------------

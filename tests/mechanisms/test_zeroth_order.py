@@ -201,7 +201,7 @@ def test_it_learns() -> None:
     ("options", "message"),
     [
         ({"repeats": 0}, "repeats is 0; it must be a whole number"),
-        ({"radius": -1.0}, "radius is -1.0; it must be a positive, finite number"),
+        ({"radius": -1.0}, "radius is -1.0; it must be a finite number of at least 0.0005"),
         ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
         ({"directions": "cube"}, "directions is 'cube'; it must be 'normal' or 'sphere'"),
     ],

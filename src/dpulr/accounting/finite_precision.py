@@ -21,6 +21,7 @@ AT_TAIL = 2.0**-43  # what the tail adds to PER_NUMBER where it begins; e times 
 MEAN_IN_TAIL = 2.0**-50  # what the tail adds to two numbers on average
 FAR = 0.19  # a record moves few numbers by more than this many standard deviations
 LARGEST_ERROR = 0.25  # beyond it no statement is made
+LARGEST_EXPONENT = 700.0
 SHARES = (1e-4, 1e-3, 1e-2)  # of delta, spent on what is rare; the best is taken
 PARTS = 6  # kinds of rare things
 
@@ -40,7 +41,8 @@ class Slack:
 
 def slack(charges: Sequence[Charge], mass: float) -> Slack:
     """What finite precision costs, with `mass` of delta for what is rare. Steps of no numbers are ideal and cost nothing."""
-    rounded = [(charge.count, charge.step) for charge in charges if isinstance(charge.step, SampledStep) and charge.step.release.numbers]
+    sampled = [(charge.count, charge.step) for charge in charges if isinstance(charge.step, SampledStep)]
+    rounded = [(count, step) for count, step in sampled if count and step.release.numbers]
     if not rounded:
         return Slack()
     rare = mass / PARTS
@@ -72,7 +74,9 @@ def _loss(rounded: Sequence[tuple[int, SampledStep]], rare: float) -> float:
             cost += growth * (2 * step.release.numbers + _far(step) * math.exp(TAIL * farthest))
             if step.sample_rate > 0.5:
                 cost += _far(step) * error
-            total += count * math.log1p(_odds(step) * math.expm1(min(power * cost, 700.0)))
+            if power * cost > LARGEST_EXPONENT:
+                return math.inf
+            total += count * math.log1p(_odds(step) * math.expm1(power * cost))
         return total / power
 
     return min(bound(float(power)) for power in np.geomspace(1.0, 15 / error, 80))

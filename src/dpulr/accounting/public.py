@@ -24,7 +24,10 @@ from dpulr.accounting.shortcuts import hidden_direction_epsilon as hidden_direct
 from dpulr.accounting.shortcuts import hidden_direction_release as hidden_direction_release
 from dpulr.accounting.statement import PrivacySpent as PrivacySpent
 from dpulr.accounting.statement import guarantee_of as guarantee_of
+from dpulr.accounting.statement import planned_epsilon as planned_epsilon
 from dpulr.accounting.statement import privacy_spent as privacy_spent
+from dpulr.accounting.statement import stopped_early as stopped_early
+from dpulr.accounting.statement import warnings_for as warnings_for
 from dpulr.paper.nominal import NominalEpsilon as NominalEpsilon
 from dpulr.paper.nominal import PaperRelease as PaperRelease
 from dpulr.paper.nominal import paper_nominal as paper_nominal

@@ -1,4 +1,4 @@
-"""What a run has spent, as a value and as a statement in words (docs/accounting.md)."""
+"""What a run has spent, as a value and as a statement in words, and what is worth a warning (docs/accounting.md)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from dpulr import validate
-from dpulr.accounting.events import Charge, Release, SampledStep
+from dpulr.accounting.events import Charge, Release, SampledStep, Step
 from dpulr.accounting.privacy_cost import epsilon as price
 from dpulr.accounting.privacy_cost import merged
 from dpulr.accounting.rounding import up
@@ -18,8 +19,9 @@ Guarantee = Literal["certified", "nominal", "none"]
 
 NOT_COVERED = (
     "training losses or accuracies shown during the run, the choice of hyper-parameters on the same data, "
-    "and the time it takes (redrawing small batches takes longer on smaller data sets)"
+    "and the time it takes (a batch that is redrawn and a record whose pass raises an error take longer)"
 )
+FEW_RECORDS, LARGE_EPSILON = 300, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class PrivacySpent:
     reasons: tuple[str, ...] = ()
     method: str = "pld"
     secrets: str = Release.secrets
+    public_size: int | None = None
+    schema: str | None = None
 
     def __str__(self) -> str:
         return _sentence(self)
@@ -51,7 +55,10 @@ def privacy_spent(
     public_size: int | None = None,
     schema: str | None = None,
 ) -> PrivacySpent:
-    """Price the charges and say what kind of guarantee stands behind the number. `reasons` void it."""
+    """Price the charges, afresh, and say what kind of guarantee stands behind the number. `reasons` void it.
+
+    public_size and schema: the number of records and what a record looks like, where the run took them as public.
+    """
     validate.delta(delta)
     validate.method(method)
     joined = merged(charges)
@@ -60,10 +67,10 @@ def privacy_spent(
     guarantee, nominal, why = _kind(joined, releases, list(reasons), delta)
     value: float | None = None
     if guarantee == "certified":
-        value = price(joined, delta, method)
+        value = price(joined, delta, method, fresh=True)
         if math.isinf(value):
             value, guarantee = None, "none"
-            why.append("rejection or the number of steps makes epsilon infinite at this delta")
+            why.append("too little noise, rejection or the number of steps makes epsilon infinite at this delta")
     return PrivacySpent(
         epsilon=value,
         delta=delta,
@@ -76,14 +83,56 @@ def privacy_spent(
         reasons=tuple(why),
         method=method,
         secrets=_joined([release.secrets for release in releases] or [Release.secrets]),
+        public_size=public_size,
+        schema=schema,
     )
 
 
 def guarantee_of(charges: Iterable[Charge], delta: float = 1e-5) -> Guarantee:
-    """What stands behind the epsilon of these charges, without pricing them."""
-    joined = merged(charges)
+    """What stands behind the epsilon of these charges; "none" where it is infinite. The same charges are priced once."""
+    return _guarantee_of(tuple(merged(charges)), validate.delta(delta))
+
+
+@lru_cache(maxsize=256)
+def _guarantee_of(joined: tuple[Charge, ...], delta: float) -> Guarantee:
     releases = [charge.step.release for charge in joined if isinstance(charge.step, SampledStep)]
-    return _kind(joined, releases, [], 1e-5)[0]
+    kind = _kind(joined, releases, [], delta)[0]
+    return "none" if kind == "certified" and math.isinf(price(joined, delta)) else kind
+
+
+def planned_epsilon(charges: Iterable[Charge], step: Step, planned_steps: int, delta: float) -> float | None:
+    """Epsilon of all planned steps, those to come being like `step`: what holds after a stop that depends on what was seen."""
+    joined = merged(charges)
+    left = max(0, planned_steps - sum(charge.count for charge in joined))
+    return privacy_spent([*joined, Charge(step, left)], delta).epsilon
+
+
+def stopped_early(epsilon: float | None, planned: float | None) -> str:
+    """Both epsilons of an interrupted run, in words; nothing where there is no guarantee."""
+    if epsilon is None or planned is None:
+        return ""
+    return (
+        f"epsilon {up(epsilon)} for the steps taken, {up(planned)} for all planned steps: "
+        "if the stop depends on what was seen, only the latter holds"
+    )
+
+
+def warnings_for(epsilon: float | None, delta: float, records: int) -> list[str]:
+    """What a user should be told about these numbers, one sentence each. `records` should be public; epsilon None: no guarantee."""
+    found = []
+    if delta > 1 / records:
+        found.append(
+            f"delta is {delta:g}, above 1 / {records:,}: a mechanism that gives away a record now and then would still be allowed; "
+            "take a smaller delta."
+        )
+    if records < FEW_RECORDS:
+        found.append(
+            f"the data set has {records:,} records; with fewer than {FEW_RECORDS} the noise that privacy needs leaves little to "
+            "learn."
+        )
+    if epsilon is not None and epsilon > LARGE_EPSILON:
+        found.append(f"epsilon is {up(epsilon)}; above {LARGE_EPSILON:g} it promises hardly anything against a strong attacker.")
+    return found
 
 
 def _kind(
@@ -130,10 +179,18 @@ def _sentence(spent: PrivacySpent) -> str:
     rates = ", ".join(f"{rate:.4g}" for rate in spent.sample_rates) or "none"
     assumed = (
         f"Poisson sampling at rate {rates}, secret {spent.secrets} from the operating system, "
-        "settings fixed before the data was seen"
+        "settings fixed before the data was seen, that a record's loss depends on that record alone (checked on made-up inputs, "
+        "not proved)"
     )
+    public = []
+    if spent.public_size is not None:
+        public.append(f"the number of records ({spent.public_size:,})")
+    if spent.schema is not None:
+        public.append(f"the shapes and types of a record ({spent.schema})")
+    if public:
+        assumed += f", {' and '.join(public)} taken as public"
     if spent.rejection:
-        assumed += ", and a data set at least as large as stated (small batches are redrawn; the cost is included)"
+        assumed += ", a data set at least as large as stated (small batches are redrawn; the cost is included)"
     return (
         f"(epsilon, delta)-differential privacy with epsilon = {up(spent.epsilon or 0.0)} and "
         f"delta = {spent.delta:g}, for adding or removing one record (the unit is one record), after {run}. "

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpulr.accounting.rounding import up
+from dpulr.accounting.statement import stopped_early
 
 
 def make_view(*, as_json: bool) -> PlainView:
@@ -219,8 +220,10 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     epsilon = "none" if result["epsilon"] is None else up(result["epsilon"])
     if result["guarantee"] == "nominal":
         epsilon = f"none (nominal {up(result['nominal_epsilon'])})"
+    early = result["status"] == "interrupted" and stopped_early(result["epsilon"], result.get("planned_epsilon"))
     return [
         str(result["statement"]),
+        *([f"Interrupted: {early}."] if early else []),
         f"accuracy {result['test_accuracy']:.2%}   epsilon {epsilon}   delta {result['delta']:g}   "
         f"guarantee {result['guarantee']}   {result['seconds']:.0f} s",
     ]

@@ -63,7 +63,7 @@ class Gaussian(Mechanism):
                 raise InvalidArgument("layer_weights are for clipping='per-layer'; joint clipping has one bound for all layers.")
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> GaussianRelease:
-        return GaussianRelease(noise_multiplier)
+        return GaussianRelease(noise_multiplier, numbers=sum(site.within(self.subspace).size for site in sites))
 
     def passes(self, sites: Sequence[Site]) -> int:
         return 1 + (2 if self.estimator == "antithetic" else 1) * self.repeats * len(sites)

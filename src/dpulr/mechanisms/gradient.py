@@ -56,7 +56,7 @@ class Gradient(Mechanism):
                 raise InvalidArgument("layer_weights are for clipping='per-layer'; otherwise one bound holds for all layers.")
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> GaussianRelease:
-        return GaussianRelease(noise_multiplier, mechanism=self.name)
+        return GaussianRelease(noise_multiplier, mechanism=self.name, numbers=sum(site.size for site in sites))
 
     def passes(self, sites: Sequence[Site]) -> int:
         """The clean pass; the backward pass is none of these."""

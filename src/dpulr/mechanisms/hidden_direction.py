@@ -30,6 +30,7 @@ from dpulr.randomness import Directions
 
 _EXACT_STEP = 1e-2
 _MOST_EXACT = 1_000
+_LEAST_KAPPA = 1e-30  # well within float32: nothing is divided by zero
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class HiddenDirection(Mechanism):
         validate.one_of("space", self.space, get_args(Space))
         validate.positive("radius", self.radius)
         if self.kappa is not None:
-            validate.positive("kappa", self.kappa)
+            validate.at_least("kappa", self.kappa, _LEAST_KAPPA)
         if self.groups is not None:
             validate.whole_number("groups", self.groups)
         if self.subspace not in ("auto", None):
@@ -134,7 +135,8 @@ class Layout:
         ratios = [noise_multiplier / weight for weight in self.weights(noise_multiplier)]
         repeats = self.settings.repeats
         hidden = tuple(HiddenSite(self.dims[g], ratios[g], repeats) for g in range(len(self.hidden_groups)))
-        return HiddenDirectionRelease(hidden, () if self.exact is None else (ratios[self.exact],))
+        exact = () if self.exact is None else (ratios[self.exact],)
+        return HiddenDirectionRelease(hidden, exact, numbers=sum(site.size for site in self.sites))
 
     def weights(self, noise_multiplier: float) -> tuple[float, ...]:
         """The bound C of each group."""
@@ -287,7 +289,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         """b in [-1, 1]; 0 where a loss was not finite."""
         kappa = self.settings.kappa
         finite = difference.nan_to_num(0, 0, 0)
-        return finite.sign_() if kappa is None else finite.div_(kappa).clamp_(-1, 1)
+        return finite.sign_() if kappa is None else finite.div_(kappa).nan_to_num_(0, 1, -1).clamp_(-1, 1)
 
     # --- the exact last layer -----------------------------------------------------------------------------------------
     def slopes(self, clean: Clean, index: int, basis: Tensor | None) -> Tensor:

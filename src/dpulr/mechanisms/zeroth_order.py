@@ -29,6 +29,8 @@ from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
 Seeds = list[int]
+_LEAST_RADIUS = 5e-4
+"""Rounding of losses is divided by twice the radius: at this one it moves the sum of 400 records by about 0.001 of the bound."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,12 @@ class ZerothOrder(Mechanism):
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
-        validate.positive("radius", self.radius)
+        validate.at_least("radius", self.radius, _LEAST_RADIUS)
         validate.positive("max_grad_norm", self.max_grad_norm)
         validate.one_of("directions", self.directions, ("normal", "sphere"))
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> GaussianRelease:
-        return GaussianRelease(noise_multiplier, mechanism=self.name)
+        return GaussianRelease(noise_multiplier, mechanism=self.name, numbers=self.repeats)
 
     def passes(self, sites: Sequence[Site]) -> int:
         return 2 * self.repeats

@@ -27,8 +27,19 @@ def of_torch(func: Any) -> bool:
     return func.namespace in _OF_TORCH
 
 
-def draws_numbers(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """By torch's own tags, and whether there is anything to draw: attention without dropout and dropout in eval mode draw nothing."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    values = _by_name(func, args, kwargs)
+    return all(values.get(name, True) not in (0, False) for name in ("dropout_p", "dropout", "train", "training"))
+
+
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operation, defaults included."""
+    arguments = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return {**defaults, **dict(zip([argument.name for argument in arguments], args, strict=False)), **kwargs}
 
 
 class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -36,17 +47,18 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `records` is the size of the batch: the axis of that size counts them, or one whose size is a multiple of it (heads, repeats).
     Where there is none, or for one record, the operation is run as it is. Calls are seeded by their number, or, if not `counted`,
-    all alike: for passes that leave out a part of the model.
+    all alike: for passes that leave out a part of the model. What is drawn from another generator than torch's own is refused,
+    unless that is meant to be `public`; then it is left as it is.
     """
 
-    def __init__(self, records: int, *, counted: bool = True) -> None:
+    def __init__(self, records: int, *, counted: bool = True, public: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records, self.counted, self.calls = records, counted, 0
+        self.records, self.counted, self.public, self.calls = records, counted, public, 0
         self._state = torch.get_rng_state()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws_numbers(func):
+        if not draws_numbers(func, args, kwargs):
             out = func(*args, **kwargs)
             if not of_torch(func):
                 self._state = torch.get_rng_state()
@@ -55,9 +67,11 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func.decompose(*args, **kwargs)  # dropout, attention: into operations that do nothing but draw
         if out is not NotImplemented:
             return out
-        names = [argument.name for argument in func._schema.arguments]
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
-        self._refuse_known_numbers(values.get("generator"))
+        values = _by_name(func, args, kwargs)
+        if not self.public:
+            self._refuse_known_numbers(values.get("generator"))
+        elif values.get("generator") is not None:
+            return func(**values)
         self.calls += 1
         try:
             return self._drawn(func, values)
@@ -79,7 +93,8 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _drawn(self, func: Any, values: dict[str, Any]) -> Any:
-        values = {name: value for name, value in values.items() if name != "generator"}
+        if "generator" in values:
+            values = {**values, "generator": None}
         size = values.get("size", values.get("shape"))
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         largest = max(tensors, key=lambda name: tensors[name].numel(), default=None)

@@ -78,7 +78,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.read |= _depends_on_values(func, args, kwargs or {})
-        self.draws |= draws_numbers(func)
+        self.draws |= draws_numbers(func, args, kwargs or {})
         if not of_torch(func):
             self.foreign = func.name()
         out = func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dpulr import __version__
+from dpulr import __version__, accounting
 from dpulr.accounting.disk_ledger import DiskLedger
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import RunError
@@ -46,10 +46,13 @@ def result(
         "mechanism": settings.mechanism,
         "guarantee": spent.guarantee,
         "epsilon": spent.epsilon if spent.guarantee == "certified" else None,
+        "planned_epsilon": accounting.planned_epsilon(ledger.charges, engine.plan.event, engine.planned_steps, spent.delta),
         "nominal_epsilon": spent.nominal_epsilon,
         "delta": spent.delta,
         "target_epsilon": ledger.budget,
         "statement": str(spent),
+        "public_size": spent.public_size,
+        "schema": spent.schema,
         "steps": ledger.steps,
         "updates_kept": applied,
         "planned_steps": engine.planned_steps,

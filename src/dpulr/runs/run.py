@@ -273,8 +273,10 @@ class _Run:
         checkpoint.write(self.folder / checkpoint.MODEL, self.training.model.state_dict(), state)
         replace_json(self.folder / RESULT, result)
         if not done:
+            spent = accounting.stopped_early(result["epsilon"], result["planned_epsilon"])
             raise Interrupted(
                 f"stopped after step {engine.steps_taken} of {engine.planned_steps}; the state is saved. "
+                f"{f'So far: {spent}. ' if spent else ''}"
                 f"Go on with: dpulr resume {self.folder}"
             )
         return result

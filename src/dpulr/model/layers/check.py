@@ -6,6 +6,7 @@ It is compared with the layer itself, run by torch. No derivative of torch is us
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,13 +28,12 @@ _CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5}
 def check_rule(rule: LayerRule, call: Call, label: str, *, output_space: bool) -> None:
     """Refuse a rule whose bounds are too small, or which does not do what its layer does. `call` has synthetic inputs."""
     generator = torch.Generator().manual_seed(_SEED)
-    for scale in _SCALES:
-        scaled = _scaled(rule, call, scale)
-        if output_space:
-            _check_output_space(rule, scaled, label, generator)
-        else:
-            _check_weight_space(rule, scaled, label, generator)
-    if output_space and rule.finite_gain_suffices:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.func on what it will change
+        for scale in _SCALES:
+            check = _check_output_space if output_space else _check_weight_space
+            check(rule, _scaled(rule, call, scale), label, generator)
+    if output_space and rule.finite_gain_suffices and _any_floats(call):
         for bad in (math.nan, math.inf):
             if bool(torch.isfinite(rule.gains(_spoilt(call, bad))).any()):
                 raise _refused(label, f"its gains are finite for an input of {bad}, although it says finite_gain_suffices")
@@ -114,9 +114,9 @@ def _pulled_and_pushed(rule: LayerRule, call: Call, signal: Tensor) -> Tensor | 
         if weights is None:
             return None
         step = weights / max(float(weights.norm()), 1e-30)
-        output, own = _as_function(rule, one), {name: p.detach() for name, p in rule.parameters.items()}
         with torch.inference_mode(False), torch.no_grad():
-            found.append(torch.func.jvp(output, (own,), (rule.split(step.clone()),))[1])
+            own = {name: p.detach() for name, p in rule.parameters.items()}
+            found.append(torch.func.jvp(_as_function(rule, one), (own,), (rule.split(step.clone()),))[1])
     moved = torch.cat(found)
     return moved / flat_norm(moved).clamp_min(1e-30).view(-1, *[1] * (moved.dim() - 1))
 
@@ -167,6 +167,11 @@ def _spoilt(call: Call, value: float) -> Call:
 
     args, kwargs = _changed(call, lambda leaf: spoil(leaf).view_as(leaf))
     return Call(args, kwargs, call.output, call.per_record)
+
+
+def _any_floats(call: Call) -> bool:
+    leaves = zip(pytree.tree_leaves((call.args, call.kwargs)), call.per_record, strict=True)
+    return any(marked and leaf.is_floating_point() for leaf, marked in leaves)
 
 
 def _changed(call: Call, change: Any) -> tuple[Any, Any]:

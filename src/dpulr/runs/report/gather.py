@@ -30,6 +30,7 @@ class RunData:
     settings: Settings
     ledger: DiskLedger
     spent: accounting.PrivacySpent
+    planned_epsilon: float | None
     result: dict[str, Any]
     accuracy: Points
     loss: Points
@@ -53,7 +54,8 @@ class RunData:
 def gather(folder: Path, name: str) -> RunData:
     settings, config = open_config(folder)
     ledger = DiskLedger.open(folder, ledger_digest(config), growing=True)
-    spent = accounting.privacy_spent(ledger.charges, ledger.start.target_delta)
+    result = _result(folder, ledger)
+    spent = accounting.privacy_spent(ledger.charges, ledger.start.target_delta, **_public(result))
     metrics = read_lines(folder / METRICS)
     return RunData(
         name=name,
@@ -61,10 +63,11 @@ def gather(folder: Path, name: str) -> RunData:
         settings=settings,
         ledger=ledger,
         spent=spent,
-        result=_result(folder, ledger),
+        planned_epsilon=_planned(ledger),
+        result=result,
         accuracy=_points(metrics, "test_accuracy"),
         loss=_points(metrics, "test_loss"),
-        epsilon=_epsilon_curve(ledger) if spent.epsilon is not None else [],
+        epsilon=_epsilon_curve(ledger, spent.epsilon) if spent.epsilon is not None else [],
         profile=_profile(ledger) if spent.epsilon is not None else [],
         seconds=_seconds(folder / METRICS),
         unprotected=_points(read_lines(folder / UNPROTECTED), "training_loss"),
@@ -80,6 +83,20 @@ def _result(folder: Path, ledger: DiskLedger) -> dict[str, Any]:
     return value if isinstance(value, dict) and value.get("steps") == ledger.steps else {}
 
 
+def _public(result: dict[str, Any]) -> dict[str, Any]:
+    """What the run took as public, as far as the result says so."""
+    size, schema = result.get("public_size"), result.get("schema")
+    return {"public_size": size if isinstance(size, int) else None, "schema": schema if isinstance(schema, str) else None}
+
+
+def _planned(ledger: DiskLedger) -> float | None:
+    """Epsilon of the planned steps, those to come being like the newest of those taken."""
+    charges = ledger.charges
+    if not charges:
+        return None
+    return accounting.planned_epsilon(charges, charges[-1].step, ledger.planned_steps, ledger.start.target_delta)
+
+
 def _points(lines: Sequence[dict[str, Any]], key: str) -> Points:
     found = []
     for line in lines:
@@ -93,11 +110,11 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12 and math.isfinite(value)
 
 
-def _epsilon_curve(ledger: DiskLedger) -> Points:
+def _epsilon_curve(ledger: DiskLedger, end: float) -> Points:
     last = ledger.steps
     steps = sorted({round(last * k / _CURVE_POINTS) for k in range(_CURVE_POINTS + 1)} | ({1} if last else set()))
     delta = ledger.start.target_delta
-    return [(float(step), accounting.epsilon(ledger.charges_after(step), delta)) for step in steps]
+    return [(float(k), end if k == last else accounting.epsilon(ledger.charges_after(k), delta)) for k in steps]
 
 
 def _profile(ledger: DiskLedger) -> Points:

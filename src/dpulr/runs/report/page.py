@@ -63,6 +63,7 @@ def _figures(run: RunData) -> list[tuple[str, str]]:
     return [
         (_accuracy(run), "held-out accuracy"),
         (_epsilon(run), f"epsilon, {budget}"),
+        *([(up(run.planned_epsilon), "epsilon of all planned steps")] if _stopped(run) and run.planned_epsilon is not None else []),
         (f"{run.spent.delta:g}", "delta"),
         (f"{run.ledger.steps:,}", f"of {run.ledger.planned_steps:,} steps, {run.status}"),
         (_duration(sum(run.seconds.values())), "in all"),
@@ -73,6 +74,11 @@ def _epsilon(run: RunData) -> str:
     if run.spent.guarantee == "nominal" and run.spent.nominal_epsilon is not None:
         return f"{up(run.spent.nominal_epsilon)} (nominal)"
     return "none" if run.spent.epsilon is None else up(run.spent.epsilon)
+
+
+def _stopped(run: RunData) -> bool:
+    """A stop that depends on what was seen is covered by the planned epsilon only."""
+    return run.status != "done" and run.spent.epsilon is not None
 
 
 def _accuracy(run: RunData) -> str:
