@@ -1,13 +1,22 @@
 """The cache on disk: it keeps what was slow, and ignores what is damaged."""
 
+import json
 import math
 import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from dpulr import accounting as acc
-from dpulr.accounting import cache
+from dpulr.accounting import cache, privacy_cost
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_memory():
+    """What earlier tests have priced must not answer for the disk."""
+    privacy_cost._computed.cache_clear()
 
 
 @pytest.fixture
@@ -72,3 +81,60 @@ def test_only_our_own_releases_are_kept(cache_folder):
     assert not list(cache_folder.iterdir())
     acc.epsilon([acc.Charge(acc.SampledStep(acc.GaussianRelease(2.0), 0.01), 10)], 1e-5)
     assert len(list(cache_folder.iterdir())) == 1
+
+
+def plant(folder, value):
+    """Overwrite every stored value, digest included, as somebody with access to the folder could."""
+    files = list(folder.iterdir())
+    for file in files:
+        text = json.loads(file.read_text())["of"]
+        cache._write(file, text, value)
+    return len(files)
+
+
+def test_no_planted_file_lowers_a_printed_epsilon(cache_folder):
+    charges = [acc.Charge(acc.SampledStep(acc.GaussianRelease(1.1), 0.01), 2000)]
+    true = acc.epsilon(charges, 1e-5)
+    assert plant(cache_folder, 0.01) == 1
+    assert acc.epsilon(charges, 1e-5) == 0.01  # a search may be misled
+    assert acc.epsilon(charges, 1e-5, fresh=True) == true
+    spent = acc.privacy_spent(charges, 1e-5)
+    assert spent.epsilon == true
+    assert acc.planned_epsilon(charges, charges[0].step, 2000, 1e-5) == true
+    solved = acc.plan(epsilon=2.0, batch_size=100, epochs=5, dataset_size=10_000)
+    assert plant(cache_folder, 0.5) > 1
+    again = acc.plan(epsilon=2.0, batch_size=100, epochs=5, dataset_size=10_000)
+    assert again.noise_multiplier == 0.5 < solved.noise_multiplier  # misled, but the price is that of what is printed
+    step = acc.SampledStep(acc.GaussianRelease(0.5), 0.01)
+    assert again.epsilon == acc.epsilon([acc.Charge(step, again.steps)], 1e-5, fresh=True) > 2.0
+
+
+def test_a_fresh_epsilon_is_computed_once_per_process(cache_folder, monkeypatch):
+    charges = [acc.Charge(acc.SampledStep(acc.GaussianRelease(1.7), 0.01), 77)]
+    first = acc.privacy_spent(charges, 1e-5).epsilon
+    assert not list(cache_folder.iterdir())
+    monkeypatch.setattr(privacy_cost, "curves", lambda *_: pytest.fail("computed again"))
+    assert acc.privacy_spent(charges, 1e-5).epsilon == first
+
+
+def test_results_of_other_sources_are_not_found(cache_folder, monkeypatch):
+    assert cache.remember("epsilon", {"a": 1}, lambda: 2.5) == 2.5
+    monkeypatch.setattr(cache, "sources", lambda: "those of another version")
+    assert cache.remember("epsilon", {"a": 1}, lambda: 3.5) == 3.5
+
+
+def test_every_source_of_a_number_is_in_the_key(tmp_path, monkeypatch):
+    """A change of one byte in any of the files, or a new file, changes the hash."""
+    package = tmp_path / "dpulr"
+    shutil.copytree(Path(cache.__file__).parent.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "__file__", str(package / "accounting" / "cache.py"))
+    found = {cache.sources.__wrapped__()}
+    assert found == {cache.sources()}
+    changed = [*package.glob("accounting/*.py"), package / "paper" / "nominal.py", package / "search.py"]
+    assert len(changed) > 20
+    for file in changed:
+        file.write_bytes(file.read_bytes() + b" ")
+        found.add(cache.sources.__wrapped__())
+    (package / "accounting" / "new.py").write_text("")
+    found.add(cache.sources.__wrapped__())
+    assert len(found) == len(changed) + 2

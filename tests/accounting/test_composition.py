@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpulr.accounting import composition
-from dpulr.accounting.dominating_pairs import atoms, subsampled
+from dpulr.accounting.dominating_pairs import Cells, atoms, subsampled
 from dpulr.accounting.gaussian import gaussian_cells
 from tests.accounting.finite_pairs import divergence, finite_pair, masses
 
@@ -97,3 +97,23 @@ def test_a_window_too_wide_falls_back_to_a_coarser_grid(monkeypatch):
     coarse = composition.compose([(cells, 1000)], 1e-5)
     assert len(coarse.remove.loss) <= 1 << 13
     assert fine <= coarse.remove.epsilon(1e-5) < 2 * fine
+
+
+@pytest.mark.parametrize("damaged", [{"p": math.nan}, {"q": math.nan}, {"q": math.inf}, {"q_only": math.nan}, {"mean": math.nan}])
+def test_what_is_not_finite_is_an_error(damaged):
+    """A comparison with NaN is false: it must not pass for a small epsilon."""
+    values = {"low": -0.2, "high": 0.3, "mean": 0.1, "p": 1.0, "q": 1.0} | damaged
+    cells = Cells(**{name: value if name == "q_only" else np.array([0.0, value]) for name, value in values.items()})
+    with pytest.raises(ArithmeticError, match="not finite"):
+        composition.compose([(cells, 3)], 1e-5)
+
+
+def test_a_curve_does_not_answer_with_what_is_not_finite():
+    for curve in (
+        composition.Curve(np.array([0.0, 1.0]), np.array([0.5, math.nan]), 0.0),
+        composition.Curve(np.array([0.0, 1.0]), np.array([0.5, 0.5]), math.nan),
+    ):
+        with pytest.raises(ArithmeticError, match="not finite"):
+            curve.delta(0.1)
+        with pytest.raises(ArithmeticError, match="not finite"):
+            curve.epsilon(0.1)

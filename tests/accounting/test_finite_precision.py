@@ -110,7 +110,9 @@ def test_every_price_includes_it(make, numbers):
         assert acc.epsilon(rounded, max(acc.delta_at(rounded, full), 1e-12)) < 1.02 * full + 1e-3
     target = 1.5 * acc.epsilon(rounded, DELTA)
     step = rounded[0].step
-    assert acc.max_steps(step, target_epsilon=target, delta=DELTA) <= acc.max_steps(ideal[0].step, target_epsilon=target, delta=DELTA)
+    assert acc.max_steps(step, target_epsilon=target, delta=DELTA) <= acc.max_steps(
+        ideal[0].step, target_epsilon=target, delta=DELTA
+    )
     most = acc.max_steps(step, target_epsilon=target, delta=DELTA)
     assert acc.epsilon([acc.Charge(step, most)], DELTA) <= target
 
@@ -142,7 +144,9 @@ def test_it_grows_with_everything():
         assert dearer[1] > base[1]
     assert loss(rate=0.1)[0] > base[0]
     assert loss(noise=0.5)[0] > base[0]
-    halves = slack([acc.Charge(gaussian(1.0, 0.01, 10**5), 300), acc.Charge(gaussian(1.0, 0.01, 10**5, min_dataset_size=9), 300)], 1e-9)
+    halves = slack(
+        [acc.Charge(gaussian(1.0, 0.01, 10**5), 300), acc.Charge(gaussian(1.0, 0.01, 10**5, min_dataset_size=9), 300)], 1e-9
+    )
     assert (halves.loss, halves.factor) == pytest.approx(base)
 
 
@@ -189,4 +193,6 @@ def test_a_release_of_ones_own_must_say_how_far_a_record_moves_it():
     acc.register_release(Mine)
     with pytest.raises(ValueError, match="how far a record moves"):
         acc.epsilon([acc.Charge(acc.SampledStep(Mine(), 0.1), 3)], DELTA)
-    assert acc.epsilon([acc.Charge(acc.SampledStep(Mine(0), 0.1), 3)], DELTA) == acc.epsilon([acc.Charge(gaussian(2.0, 0.1), 3)], DELTA)
+    assert acc.epsilon([acc.Charge(acc.SampledStep(Mine(0), 0.1), 3)], DELTA) == acc.epsilon(
+        [acc.Charge(gaussian(2.0, 0.1), 3)], DELTA
+    )

@@ -1,8 +1,10 @@
 """What must hold whatever the setting: monotone, additive, order-free, and sane over the whole stated range."""
 
+import itertools
 import math
 import warnings
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,6 +202,47 @@ def test_gaussian_over_a_wide_range(noise, rate, steps, delta):
 @settings(max_examples=20, deadline=None)
 def test_gaussian_over_a_wide_range_anywhere(noise, rate, steps, delta):
     check_gaussian_over_a_wide_range(noise, rate, steps, delta)
+
+
+EXTREME = list(
+    itertools.product(
+        (1e-300, 1e-12, 0.005, 0.01, 0.1, 30.0, 1e9), (1e-300, 1e-17, 1e-15, 1e-9, 1e-3, 1.0), (1e-4, 1.0, 1e4), (1e-12, 1e-5, 0.3)
+    )
+)
+
+
+def check_extreme(noise, rate, seen, delta):
+    """An error or a bound: not below one step, whose price is exact; huge where the record is seen, unhidden, more often than delta."""
+    steps = max(1, min(round(seen / rate), 10**12)) if rate > 1e-200 else 10**12
+    with np.errstate(all="ignore"):
+        try:
+            value = acc.gaussian_epsilon(noise_multiplier=noise, sample_rate=rate, steps=steps, delta=delta)
+        except ArithmeticError:
+            return "error"
+    assert value >= 0
+    if 0.005 <= noise <= 30.0:
+        assert value >= one_step(noise, rate, delta) * (1 - 1e-9)
+    if noise <= 0.01 and -math.expm1(steps * math.log1p(-rate) if rate < 1 else -math.inf) > 1.5 * delta:
+        assert value > 500  # with less noise than that the loss of a step exceeds 5,000 - ln(1/q)
+    return "infinite" if math.isinf(value) else "finite"
+
+
+def test_finding_13():
+    """sigma 0.01, T q = 1e-4: version 0.1.0 printed 0.0001 at q = 1e-15 and 1e-17."""
+    for rate in (1e-14, 1e-15, 1e-17):
+        for noise in (0.005, 0.01):
+            assert check_extreme(noise, rate, 1e-4, 1e-5) in ("infinite", "error")
+
+
+@pytest.mark.parametrize(
+    ("noise", "rate", "seen", "delta"),
+    [
+        pytest.param(*setting, marks=[] if number % 11 == 0 and setting[0] <= 0.01 else pytest.mark.slow)
+        for number, setting in enumerate(EXTREME)
+    ],
+)
+def test_extreme_settings(noise, rate, seen, delta):
+    check_extreme(noise, rate, seen, delta)
 
 
 def full_batches(noise, delta):

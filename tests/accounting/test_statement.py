@@ -1,8 +1,12 @@
 """What a run has spent, in words: certified, nominal or nothing, and why."""
 
+import math
+
 import pytest
 
 from dpulr import accounting as acc
+from dpulr.accounting import statement
+from dpulr.accounting.rounding import up
 
 STEP = acc.SampledStep(acc.GaussianRelease(2.0), 1 / 120)
 
@@ -111,3 +115,73 @@ def test_reasons_void_the_nominal_value_too():
     spent = acc.privacy_spent([paper()], 1e-5, reasons=["the noise was seeded"])
     assert spent.guarantee == "none"
     assert "the noise was seeded" in spent.reasons
+
+
+def test_the_statement_names_what_was_checked_and_what_was_taken_as_public():
+    charges = [acc.Charge(STEP, 3000)]
+    schema = "float32 of shape (1, 28, 28) and int64 of shape ()"
+    plain = str(acc.privacy_spent(charges, 1e-5))
+    full = str(acc.privacy_spent(charges, 1e-5, public_size=60_000, schema=schema))
+    for text in (plain, full):
+        assert "a record's loss depends on that record alone (checked on made-up inputs, not proved)" in text
+        assert "a batch that is redrawn and a record whose pass raises an error" in text
+        assert len(text) < 6 * 160
+    assert f"the number of records (60,000) and the shapes and types of a record ({schema}) taken as public" in full
+    assert "public" not in plain
+    assert "records (50) taken as public" in str(acc.privacy_spent(charges, 1e-5, public_size=50))
+    assert "record (int8) taken as public" in str(acc.privacy_spent(charges, 1e-5, schema="int8"))
+
+
+def test_certified_means_a_finite_epsilon():
+    """No noise to speak of, or rejection: the price is infinite, and the word is "none" before the first step as after it."""
+    for step in (acc.SampledStep(acc.GaussianRelease(1e-3), 0.01), acc.SampledStep(acc.GaussianRelease(2.0), 1 / 120, 500, 59_999)):
+        charges = [acc.Charge(step, 3000)]
+        assert acc.guarantee_of(charges, 1e-5) == acc.privacy_spent(charges, 1e-5).guarantee == "none"
+    assert acc.guarantee_of([acc.Charge(STEP, 3000)], 1e-5) == "certified"
+    assert acc.guarantee_of([], 1e-5) == "certified"
+    assert acc.guarantee_of([acc.Charge(acc.Unaccounted("a hole"), 1)], 1e-5) == "none"
+    assert acc.guarantee_of([paper()], 1e-5) == acc.privacy_spent([paper()], 1e-5).guarantee == "nominal"
+    rejecting = [acc.Charge(acc.SampledStep(acc.GaussianRelease(2.0), 1 / 120, 420, 59_999), 3000)]
+    assert [acc.guarantee_of(rejecting, delta) for delta in (1e-5, 0.4)] == ["none", "certified"]
+
+
+def test_the_guarantee_of_the_same_charges_is_priced_once(monkeypatch):
+    step = acc.SampledStep(acc.GaussianRelease(1.9), 0.01)
+    assert acc.guarantee_of([acc.Charge(step, 40)], 1e-5) == "certified"
+    monkeypatch.setattr(statement, "price", lambda *_: pytest.fail("priced again"))
+    assert acc.guarantee_of([acc.Charge(step, 30), acc.Charge(step, 10)], 1e-5) == "certified"
+
+
+def test_a_stop_on_the_way_is_told_with_both_epsilons():
+    taken = [acc.Charge(STEP, 1000)]
+    spent, planned = acc.privacy_spent(taken, 1e-5).epsilon, acc.planned_epsilon(taken, STEP, 3000, 1e-5)
+    assert planned == acc.privacy_spent([acc.Charge(STEP, 3000)], 1e-5).epsilon > spent
+    assert acc.planned_epsilon(taken, STEP, 1000, 1e-5) == acc.planned_epsilon(taken, STEP, 7, 1e-5) == spent
+    assert acc.planned_epsilon(taken, acc.Unaccounted("a hole"), 1001, 1e-5) is None
+    text = acc.stopped_early(spent, planned)
+    assert f"epsilon {up(spent)} for the steps taken, {up(planned)} for all planned steps" in text
+    assert "depends on what was seen" in text
+    assert acc.stopped_early(None, None) == acc.stopped_early(0.3, None) == ""
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "records", "words"),
+    [
+        (1.0, 1e-5, 60_000, []),
+        (1.0, 1e-5, 100_000, []),
+        (1.0, 1e-5, 100_001, ["above 1 / 100,001"]),
+        (1.0, 1e-3, 300, []),
+        (1.0, 1e-3, 299, ["299 records"]),
+        (10.0, 1e-5, 1000, []),
+        (10.001, 1e-5, 1000, ["epsilon is 10.01"]),
+        (math.inf, 0.1, 20, ["above 1 / 20", "20 records", "epsilon is infinity"]),
+        (None, 1e-5, 1000, []),
+    ],
+)
+def test_warnings(epsilon, delta, records, words):
+    found = acc.warnings_for(epsilon, delta, records)
+    assert len(found) == len(words)
+    for text, word in zip(found, words, strict=True):
+        assert word in text
+        assert text.endswith(".")
+        assert text.count(". ") == 0

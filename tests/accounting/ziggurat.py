@@ -1,4 +1,4 @@
-"""numpy's ziggurat in float64, with its tables made anew, and the exact probability that one of its numbers falls into an interval."""
+"""numpy's ziggurat in float64, its tables made anew, and the exact probability that one of its numbers falls into an interval."""
 
 import math
 
@@ -18,7 +18,7 @@ def _tables():
     area = r * mp.exp(-r * r / 2) + mp.sqrt(mp.pi / 2) * mp.erfc(r / mp.sqrt(2))
     ends = [area * mp.exp(r * r / 2), r]  # the bottom strip with its tail as a rectangle, then the others upwards
     while len(ends) < STRIPS:
-        ends.append(mp.sqrt(-2 * mp.log(area / ends[-1] + mp.exp(-ends[-1] ** 2 / 2))))
+        ends.append(mp.sqrt(-2 * mp.log(area / ends[-1] + mp.exp(-(ends[-1] ** 2) / 2))))
     width = [end / mp.mpf(2) ** BITS for end in ends]
     limit = [int(mp.floor(ends[i + 1] / ends[i] * mp.mpf(2) ** BITS)) if i + 1 < STRIPS else 0 for i in range(STRIPS)]
     height = [mp.exp(-end * end / 2) for end in [r, *ends[1:]]]
@@ -74,7 +74,7 @@ def probability(low, high, scale):
     for strip in range(STRIPS):
         if WIDTH_F[strip] * 2.0**BITS * scale < low:
             break
-        first, last = (_first(lambda k, strip=strip: scale * (k * WIDTH_F[strip]) >= edge, 1 << BITS) for edge in (low, high))
+        first, last = (_first_in(strip, edge, scale) for edge in (low, high))
         total += unit * max(0, min(last, LIMIT[strip]) - min(first, LIMIT[strip]))
         if strip and last > LIMIT[strip]:
             above = HEIGHT[strip + 1] if strip + 1 < STRIPS else mp.mpf(1)
@@ -109,6 +109,10 @@ def _tail(low, high, scale):
     whole = mp.quad(lambda x: mp.exp(-R * x - x * x / 2), [0, 2, 4, 8, 20])
     start = 1 - mp.mpf(LIMIT[0]) / mp.mpf(2) ** BITS
     return start / STRIPS / 2 * (below(ends[1]) - below(ends[0])) / whole
+
+
+def _first_in(strip, edge, scale):
+    return _first(lambda k: scale * (k * WIDTH_F[strip]) >= edge, 1 << BITS)
 
 
 def _first(holds, end):

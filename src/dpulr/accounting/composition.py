@@ -109,6 +109,10 @@ class _Part:
 def compose(parts: Sequence[tuple[Cells, int]], delta: float, refine: float = 1.0) -> Curves:
     """Losses of the product of all parts, each taken `count` times. delta only steers what may be cut off."""
     parts = [(cells, count) for cells, count in parts if count]
+    for cells, _ in parts:
+        for values in (cells.low, cells.high, cells.mean, cells.p, cells.q):
+            _finite(values)
+        _finite(cells.q_only + cells.p_only)
     step = _step(parts, refine)
     while True:
         try:
