@@ -28,7 +28,7 @@ def of_torch(func: Any) -> bool:
 
 
 def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """By torch's own tags, and whether there is anything to draw: attention without dropout and dropout in eval mode draw nothing."""
+    """By torch's own tags, and whether there is anything to draw: attention without dropout, dropout in eval mode draw nothing."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     values = _by_name(func, args, kwargs)
