@@ -588,7 +588,6 @@ def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
 bits_of_others = pytest.mark.xfail(reason="finding 12: a row's last bits depend on how many rows are run with it", strict=True)
 
 
-@bits_of_others
 def test_a_record_that_raises_hardly_moves_the_others_at_every_radius() -> None:
     """Finding 12: at 1e-6 rounding over the radius is of the size of the bound. Refused, or the others are not run anew."""
     try:
@@ -598,11 +597,11 @@ def test_a_record_that_raises_hardly_moves_the_others_at_every_radius() -> None:
     assert moved <= 1e-2
 
 
-def flat_records(count: int) -> tuple[nn.Module, Tensor, Tensor]:
+def flat_records(count: int, seed: int = 4) -> tuple[nn.Module, Tensor, Tensor]:
     """A model, and records whose losses are so large that what a perturbation changes is less than their last bit."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-    x = 1e7 * torch.randn(count, 6, generator=torch.Generator().manual_seed(4))
+    x = 1e7 * torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return model, x, model(x).argmin(1)
 
@@ -629,7 +628,7 @@ def test_a_label_out_of_range_leaves_the_law_of_the_sum() -> None:
     The axis is found in half of the draws and tried in the other half. A true shift of at most C is taken for more with a
     probability below 1e-6 (six standard errors on top). Measured: 20 to 140 C, which no noise of the usual size hides.
     """
-    model, x, y = flat_records(1)
+    model, x, y = flat_records(1, seed=0)
     fitted = fit(dpulr.HiddenDirection(subspace=None), model)
     worlds = [(x.repeat(300, 1), y.repeat(300)), (x.repeat(301, 1), torch.cat([y.repeat(300), torch.tensor([7])]))]
     sums = [torch.stack([total(fitted, *world, seed=seed) for seed in range(16)]) for world in worlds]
@@ -718,15 +717,7 @@ def test_a_rule_whose_gain_is_too_small_is_refused() -> None:
     assert private.guarantee == "none"
 
 
-@pytest.mark.parametrize(
-    "kappa",
-    [
-        pytest.param(1e-46, marks=pytest.mark.xfail(reason="finding 16: kappa below float32's range is accepted", strict=True)),
-        1e-40,
-        1e-30,
-        1e-12,
-    ],
-)
+@pytest.mark.parametrize("kappa", [1e-46, 1e-40, 1e-30, 1e-12])
 def test_a_flat_loss_and_a_small_kappa_give_a_finite_release(kappa: float) -> None:
     """Finding 16, f10: 0 / 0 made the whole release NaN. Refused, or finite."""
     try:
