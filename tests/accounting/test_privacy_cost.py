@@ -212,7 +212,7 @@ EXTREME = list(
 
 
 def check_extreme(noise, rate, seen, delta):
-    """An error or a bound: not below one step, whose price is exact; huge where the record is seen, unhidden, more often than delta."""
+    """An error or a bound: not below one step, whose price is exact; huge where a record is seen unhidden more often than delta."""
     steps = max(1, min(round(seen / rate), 10**12)) if rate > 1e-200 else 10**12
     with np.errstate(all="ignore"):
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -60,12 +62,15 @@ def test_a_report_says_it_all_and_needs_nothing(finished: Path, run_cli: Cli) ->
     parser = checked(text)
     assert parser.tags.count("svg") == 5
     ledger = DiskLedger.open(finished, ledger_digest((finished / "config.json").read_bytes()))
+    result = json.loads((finished / "result.json").read_text())
+    assert result["planned_epsilon"] == result["epsilon"]
+    assert "epsilon of all planned steps" not in text
     for promised in (
-        str(accounting.privacy_spent(ledger.charges, 1e-5)),
+        str(accounting.privacy_spent(ledger.charges, 1e-5, public_size=result["public_size"], schema=result["schema"])),
         *("Held-out accuracy", "Held-out loss", "Epsilon spent", "Privacy profile", "Where the time went"),
         *("tests.support.small_job:data", "torch"),
     ):
-        assert promised in text
+        assert promised in unescape(text)
     assert "training loss of the batches" not in text
 
 

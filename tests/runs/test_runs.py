@@ -18,10 +18,12 @@ from safetensors.torch import load_file
 
 import dpulr
 from dpulr import accounting
-from dpulr.accounting.disk_ledger import DiskLedger, ledger_digest
+from dpulr.accounting.rounding import up
+from dpulr.cli.progress import summary
 from dpulr.files import read_lines
 from dpulr.runs import Interrupted, PrivacyRefusal, Settings, checkpoint, train_and_evaluate
 from dpulr.runs.folder import locked
+from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.process import Stop
 from dpulr.runs.settings import read_config
@@ -299,6 +301,13 @@ def test_signals_end_cleanly(tmp_path: Path, number: int, run_cli: Cli) -> None:
     assert "dpulr resume" in err
     found = result(folder)
     assert found["status"] == "interrupted"
+    assert found["epsilon"] < found["planned_epsilon"]
+    both = accounting.stopped_early(found["epsilon"], found["planned_epsilon"])
+    assert both in err
+    assert f"Interrupted: {both}." in summary(found)
+    assert run_cli("report", folder).code == 0
+    text = (folder / "report.html").read_text()
+    assert f"<b>{up(found['planned_epsilon'])}</b><span>epsilon of all planned steps</span>" in text
     assert checkpoint.read(folder / checkpoint.CHECKPOINT)[1]["steps"] == found["steps"] == ledger(folder).steps
 
 
