@@ -223,14 +223,14 @@ def shuffled(seed: int | None) -> Game:
 
 
 def shared_dropout(seed: int | None) -> Game:
-    """Each of 400 equal records adds C with probability 3/4. Their sum is known with a known seed, and another with one more."""
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
-    nn.init.zeros_(model[0].weight)
+    """Each of 403 equal records adds C with probability 3/4. With the seed their sum is known: 20 C larger with one record more."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(layer.weight)
     return BatchGame(
         Gaussian(repeats=1),
-        model=model,
+        model=nn.Sequential(layer, nn.Dropout(0.5)),
         loss_fn=linear_loss,
-        records=(torch.ones(400, 1), torch.full((400, 1), 1e4)),
+        records=(torch.ones(403, 1), torch.full((403, 1), 1e4)),
         canary=(torch.ones(1), torch.full((1,), 1e4)),
         noise_multiplier=4.0,
         seed=seed,

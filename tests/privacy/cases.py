@@ -235,7 +235,9 @@ def odd_values(case: Case, rng: np.random.Generator, *, known: bool = False, hug
         lambda x: torch.full_like(x, size),
         lambda x: torch.full_like(x, -size),
         lambda x: torch.full_like(x, [np.nan, np.inf, -np.inf][rng.integers(3)]),
-        lambda x: torch.where(torch.arange(x.numel()).view(x.shape) == rng.integers(x.numel()), [np.nan, np.inf, size][rng.integers(3)], x),
+        lambda x: torch.where(
+            torch.arange(x.numel()).view(x.shape) == rng.integers(x.numel()), [np.nan, np.inf, size][rng.integers(3)], x
+        ),
         torch.zeros_like,
         lambda x: x * (10.0 ** torch.from_numpy(rng.uniform(-20, 20 if huge else 1, x.shape))).to(x.dtype),
         lambda x: x,

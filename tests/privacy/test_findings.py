@@ -676,11 +676,15 @@ def test_the_plan_takes_as_many_steps_as_the_engine() -> None:
     """Finding 15, f11: 3 steps planned at 2.2258, 4 taken at 2.4884."""
     data = points(100)
     for epochs, size in ((1.0, 30), (0.7, 20), (2.5, 64)):
-        planned = accounting.plan(noise_multiplier=1.0, batch_size=size, epochs=epochs, dataset_size=100, delta=1e-5, mechanism="gaussian")
+        planned = accounting.plan(
+            noise_multiplier=1.0, batch_size=size, epochs=epochs, dataset_size=100, delta=1e-5, mechanism="gaussian"
+        )
         private = engine(mlp(), data, batch_size=size, steps=None, epochs=epochs, noise_multiplier=1.0)
         assert private.planned_steps == planned.steps
         assert train(private) == planned.steps
-        assert private.privacy_spent().epsilon == pytest.approx(planned.epsilon, rel=1e-3)  # the engine knows how many numbers round
+        assert private.privacy_spent().epsilon == pytest.approx(
+            planned.epsilon, rel=1e-3
+        )  # the engine knows how many numbers round
 
 
 # --- 16: the rest ---------------------------------------------------------------------------------------------------------------------------

@@ -146,7 +146,12 @@ class MixesBackwards(nn.Module):
 
 @pytest.mark.parametrize(
     "way",
-    ["auto", pytest.param("hook", marks=pytest.mark.xfail(reason="rows are checked in forward passes only: 16.7 C, certified", strict=True))],
+    [
+        "auto",
+        pytest.param(
+            "hook", marks=pytest.mark.xfail(reason="rows are checked in forward passes only: 16.7 C, certified", strict=True)
+        ),
+    ],
 )
 def test_a_backward_pass_that_mixes_records_is_refused_or_harmless(way: Any) -> None:
     """`gradient` runs backward passes, too, and a function of one's own may do anything there. (Tracing leaves it out.)"""
@@ -162,7 +167,10 @@ def test_a_backward_pass_that_mixes_records_is_refused_or_harmless(way: Any) -> 
 @pytest.mark.parametrize(
     "odd",
     [
-        pytest.param("label", marks=pytest.mark.xfail(reason="item 10: the check of foreign mechanisms has no record that raises", strict=True)),
+        pytest.param(
+            "label",
+            marks=pytest.mark.xfail(reason="item 10: the check of foreign mechanisms has no record that raises", strict=True),
+        ),
         "branch",
     ],
 )

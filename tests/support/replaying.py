@@ -225,7 +225,15 @@ class Replay:
     """An engine whose steps can be recorded on any data set of the same schema, at rate 1: every record is in every batch."""
 
     def __init__(
-        self, mechanism: Any, model: Any, example: Any, *, loss_fn: Any, random_model: bool = False, noise: float = 1.0, **settings: Any
+        self,
+        mechanism: Any,
+        model: Any,
+        example: Any,
+        *,
+        loss_fn: Any,
+        random_model: bool = False,
+        noise: float = 1.0,
+        **settings: Any,
     ) -> None:
         self.source = Replaying()
         self.source.random_model = random_model
@@ -362,5 +370,3 @@ def compare(
     if max(shares.values()) > 1 + tolerance:
         raise Leak(f"one record moves the sum by {max(shares.values()):.7g} of its bound: {shares}")
     return shares
-
-
