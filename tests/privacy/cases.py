@@ -281,8 +281,8 @@ def odd_kinds(case: Case, rng: np.random.Generator) -> Item:
         lambda x: x.numpy().astype(object),
     ]
     targets: list[Any] = [
-        1.0, np.float64(1), np.int32(1), True, torch.tensor(1), torch.tensor(1, dtype=torch.int32), torch.tensor(1.0), torch.tensor([1]),
-        "1", None, (1,), 1j,
+        1.0, np.float64(1), np.int32(1), True, torch.tensor(1), torch.tensor(1, dtype=torch.int32), torch.tensor(1.0),
+        torch.tensor([1]), "1", None, (1,), 1j,
     ]  # fmt: skip
     problems: list[Exception] = [OSError("/data/patients/137.png"), KeyError(17), IndexError(), StopIteration(), ValueError("17")]
     pick = rng.random()

@@ -43,7 +43,7 @@ def some_records(count: int, seed: int = 0, *, positive: bool = False) -> list[t
     return [(row.abs() + 0.1 if positive else row, i % 3) for i, row in enumerate(x)]
 
 
-# --- 1: one record erases the others ----------------------------------------------------------------------------------------
+# --- 1: one record erases the others --------------------------------------------------------------------------------------
 @by_name
 def test_a_record_that_fails_only_beside_others_leaves_them_as_they_are(mechanism: Any) -> None:
     """Finding 1 (a), f02: the record has another number of entries above zero, which runs alone but can't be joined."""
@@ -75,7 +75,7 @@ def test_a_record_of_another_type_leaves_the_others_as_they_are(mechanism: Any, 
     assert replay.record(Items([*others, ODD_TYPES[odd](*others[7])])).total.norm() > 3  # type: ignore[union-attr]
 
 
-# --- 2: randomness in the model ---------------------------------------------------------------------------------------------
+# --- 2: randomness in the model -------------------------------------------------------------------------------------------
 GAMES = 60
 
 
@@ -149,7 +149,7 @@ def test_a_known_seed_does_not_tell_what_dropout_drew(kind: str) -> None:
 @kinds_of_dropout
 @by_name
 def test_dropout_is_drawn_afresh_whatever_the_seed(kind: str, mechanism: Any) -> None:
-    """Finding 2, f01b: with the same seed the same data gave the same sum twice, and the stream of the others moved with a record."""
+    """Finding 2, f01b: with the same seed the same data gave the same sum twice, and a record moved the draws of the others."""
     model = random_model(kind)
     sums, _ = seeded_steps(model, 100, mechanism, 2)
     assert not torch.allclose(sums[0], sums[1], rtol=1e-3)
@@ -157,7 +157,7 @@ def test_dropout_is_drawn_afresh_whatever_the_seed(kind: str, mechanism: Any) ->
     compare(replay, Items(some_records(40)), Items(some_records(41)), tolerance=1e-3)
 
 
-# --- 3: the first record's arguments ----------------------------------------------------------------------------------------
+# --- 3: the first record's arguments --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mechanism", THREE[:2], ids=lambda mechanism: mechanism.name)
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_record_s_own_arguments_stay_its_own(mechanism: Any, place: str) -> None:
@@ -173,9 +173,9 @@ def test_a_record_s_own_arguments_stay_its_own(mechanism: Any, place: str) -> No
     assert max(replay.shares(joined - alone).values()) <= 1
 
 
-# --- 4: the low bits of a release -------------------------------------------------------------------------------------------
+# --- 4: the low bits of a release -----------------------------------------------------------------------------------------
 def ziggurat_widths() -> Tensor:
-    """(256,): the numbers w of numpy's ziggurat. Its normals near zero are k * w with a whole k; those of k = 1, driven out of it."""
+    """(256,): the numbers w of numpy's ziggurat. Its normals near zero are k * w with a whole k; here k = 1."""
     widths = []
     for strip in range(256):
         generator = np.random.Generator(np.random.SFC64(0))
@@ -239,7 +239,7 @@ def test_without_the_grid_low_bits_tell_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert mironov(monkeypatch, grid=False)[0] == 2 * GAMES
 
 
-# --- 5: records that can't be read --------------------------------------------------------------------------------------------
+# --- 5: records that can't be read ----------------------------------------------------------------------------------------
 UNREADABLE: dict[str, Any] = {
     "corrupt": Unreadable(OSError("cannot identify image file '/data/patients/137.png'")),
     "shape": (torch.zeros(5), 1),
@@ -282,7 +282,7 @@ def test_a_batch_is_charged_before_it_is_read() -> None:
     assert private.ledger.steps == 1
 
 
-# --- 6: batched transforms ------------------------------------------------------------------------------------------------------
+# --- 6: batched transforms ------------------------------------------------------------------------------------------------
 class Padded(Dataset[Any]):
     """Texts as numbers, one by one of a fixed length; a whole batch at once is filled up to its own longest."""
 
@@ -314,7 +314,7 @@ def test_a_batched_transform_is_not_used(mechanism: Any, wrap: Callable[[Any], A
     compare(replay, wrap(Padded(short)), wrap(Padded([*short, 5])))
 
 
-# --- 7: batches that are changed -------------------------------------------------------------------------------------------------
+# --- 7: batches that are changed ------------------------------------------------------------------------------------------
 def mixup_in_dict(inputs: Any, targets: Tensor) -> None:
     inputs["a"] = inputs["a"].flip(0) * 0.5 + inputs["a"] * 0.5
 
@@ -358,7 +358,7 @@ def test_a_batch_that_was_changed_is_refused_or_as_it_was(change: Callable[[Any,
     assert torch.equal(*values)
 
 
-# --- 8: going back -----------------------------------------------------------------------------------------------------------------
+# --- 8: going back --------------------------------------------------------------------------------------------------------
 def test_going_back_to_an_older_state_forgets_no_charge() -> None:
     """Finding 8, e01 (4): 20 steps, back to step 5, 15 more: 35 releases on the data, of which 20 were charged."""
     model = mlp()
@@ -375,7 +375,7 @@ def test_going_back_to_an_older_state_forgets_no_charge() -> None:
     assert private.ledger.steps >= 20
 
 
-# --- 9: holes of the row check ---------------------------------------------------------------------------------------------------
+# --- 9: holes of the row check --------------------------------------------------------------------------------------------
 class SignByPlace(nn.Module):
     """A record's value depends on its place in the batch; dropout hides it."""
 
@@ -468,7 +468,7 @@ def test_the_statement_names_what_is_checked_and_what_is_public() -> None:
     assert "float32 of shape (6,)" in said
 
 
-# --- 10: sums ------------------------------------------------------------------------------------------------------------------------
+# --- 10: sums -------------------------------------------------------------------------------------------------------------
 SIZES = [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
 
 
@@ -521,11 +521,11 @@ def test_the_sum_of_many_records_moves_by_hardly_more_than_one_bound(mechanism: 
 @pytest.mark.xfail(reason="issue 15, item 5: sums of 512 records in float32 round by more than the margin of 1e-5", strict=True)
 @pytest.mark.parametrize("mechanism", ONE_SUM[1:], ids=lambda mechanism: mechanism.name)
 def test_the_sum_of_many_records_moves_by_one_bound_at_most(mechanism: Any) -> None:
-    """Finding 10. A record that is left out moves all that follow it into other parts of the sum, which then round in other ways."""
+    """Finding 10. A record that is left out moves those behind it into other parts of the sum, which then round in other ways."""
     assert moved_by_one(mechanism, 10_000, "all different") <= 1 + 1e-6
 
 
-# --- 11: lengths ----------------------------------------------------------------------------------------------------------------------
+# --- 11: lengths ----------------------------------------------------------------------------------------------------------
 def lopsided(features: int, records: int, large: float = 1.0, small: float = 1.7e-4) -> Tensor:
     """One large feature, then many small ones whose squares float32 drops beside the first's."""
     x = torch.full((records, features), small)
@@ -558,7 +558,7 @@ def test_a_record_of_zeros_does_not_change_how_others_are_measured() -> None:
     assert max(replay.shares(joined - alone).values()) <= 1e-3
 
 
-# --- 12: the last bits of others' losses ------------------------------------------------------------------------------------------------
+# --- 12: the last bits of others' losses ----------------------------------------------------------------------------------
 class Moody(nn.Module):
     """A black box that raises for values above 50."""
 
@@ -612,8 +612,8 @@ AMPLIFYING = [dpulr.HiddenDirection(), dpulr.HiddenDirection(antithetic=True), d
 @bits_of_others
 @pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
 def test_a_label_out_of_range_leaves_the_bits_of_the_others(mechanism: Any) -> None:
-    """Finding 12, worse than the review has it. 200 others, of which each keeps a sign; one record with label 7 adds nothing itself,
-    but its loss raises, so that all others are run one by one: by other kernels. Their signs turn, and the sum moves by 10 to 40 C.
+    """Finding 12, worse than the review has it. Each of 200 others keeps a sign. One record with label 7 adds nothing itself, but
+    its loss raises, so that all others are run one by one: by other kernels. Their signs turn, and the sum moves by 10 to 40 C.
     """
     model, x, y = flat_records(200)
     replay = Replay(mechanism, model, TensorDataset(x, y), loss_fn=LOSS)
@@ -623,7 +623,7 @@ def test_a_label_out_of_range_leaves_the_bits_of_the_others(mechanism: Any) -> N
 
 @bits_of_others
 def test_a_label_out_of_range_leaves_the_law_of_the_sum() -> None:
-    """The same without fixed directions: 300 equal records whose signs are rounding. Their sum has another mean with the odd record.
+    """The same without fixed directions: 300 equal records whose signs are rounding. The odd record moves the mean of their sum.
 
     The axis is found in half of the draws and tried in the other half. A true shift of at most C is taken for more with a
     probability below 1e-6 (six standard errors on top). Measured: 20 to 140 C, which no noise of the usual size hides.
@@ -642,7 +642,7 @@ def test_a_label_out_of_range_leaves_the_law_of_the_sum() -> None:
 @bits_of_others
 @pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
 def test_the_size_of_a_batch_leaves_the_bits_of_the_others(mechanism: Any) -> None:
-    """Finding 12: the same without an error, where torch takes another kernel for one row more. The record is NaN and adds nothing."""
+    """Finding 12: the same without an error, where torch takes another kernel for one row more. The record is NaN, adding nothing."""
     worst, replay = 0.0, None
     for count in (*range(1, 10), 15, 31, 63):
         model, x, y = flat_records(count)
@@ -652,7 +652,7 @@ def test_the_size_of_a_batch_leaves_the_bits_of_the_others(mechanism: Any) -> No
     assert worst <= 0.5
 
 
-# --- 13 to 15: the accountant -----------------------------------------------------------------------------------------------------------
+# --- 13 to 15: the accountant ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sigma", [0.01, 0.005])
 @pytest.mark.parametrize("rate", [1e-15, 1e-17])
 def test_not_a_number_is_no_epsilon(sigma: float, rate: float) -> None:
@@ -687,7 +687,7 @@ def test_the_plan_takes_as_many_steps_as_the_engine() -> None:
         )  # the engine knows how many numbers round
 
 
-# --- 16: the rest ---------------------------------------------------------------------------------------------------------------------------
+# --- 16: the rest ---------------------------------------------------------------------------------------------------------
 def test_a_planted_cache_is_not_printed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16, c02: what is printed as the final epsilon is computed afresh."""
     from dpulr.accounting import cache
@@ -744,7 +744,7 @@ def test_an_engine_can_t_be_copied() -> None:
 
 @pytest.mark.xfail(reason="issue 15, item 12 (order of a batch): the engine's author", strict=False)
 def test_the_last_record_may_stand_anywhere_in_a_batch() -> None:
-    """Finding 16, e02: below 2 % numpy's choice put the last record always last. 60 batches that hold it: false alarms below 1e-9."""
+    """Finding 16, e02: below 2 % numpy's choice put the last record always last. 60 batches that hold it; false alarms: 1e-9."""
     rng, elsewhere, held = np.random.default_rng(0), 0, 0
     while held < 60:
         rows = PoissonSampling(0.01).draw(1_000, rng)

@@ -236,7 +236,7 @@ def test_it_finds_promoted_types_and_batched_transforms(monkeypatch: pytest.Monk
 def test_it_finds_planted_bugs(mechanism: Any) -> None:
     others = [ordinary(MODELS["mlp"], np.random.default_rng(i)) for i in range(20)]
     replay = Replay(mechanism, mlp(), Items(others), loss_fn=lambda output, y: 100 * LOSS(output, y))
-    with pytest.raises(Leak, match="bound|numbers"):
+    with pytest.raises(Leak, match=r"bound|numbers"):
         compare(replay, Items(others), Items([*others, (torch.full((6,), 3.0), 1)]))
 
 

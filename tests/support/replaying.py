@@ -232,7 +232,6 @@ class Replay:
         *,
         loss_fn: Any,
         random_model: bool = False,
-        noise: float = 1.0,
         **settings: Any,
     ) -> None:
         self.source = Replaying()
@@ -248,7 +247,7 @@ class Replay:
                 expected_batch_size=8.0,
                 sample_rate=1.0,
                 steps=10**9,
-                noise_multiplier=noise,
+                noise_multiplier=1.0,
                 randomness=self.source,
                 **settings,
             )
