@@ -1,18 +1,20 @@
 """Mechanisms with a bug planted in them. The audit is worth something only if it refutes each: they are its own tests.
 
 Each bug changes one thing in what trains, and leaves the claim as it was (or, once, changes the claim alone). They are planted
-where anybody may put something of their own: a mechanism, a source of randomness, a claim.
+where anybody may put something of their own: a mechanism, a source of randomness, a way to read records, a claim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
 
 from dpulr.audit.games import BatchGame, Game, RowsGame, linear_loss, single_canary_game
 from dpulr.audit.one_step import play
@@ -25,6 +27,7 @@ from dpulr.model.forward import Forward
 from dpulr.model.sites import Bases
 from dpulr.plan import Plan
 from dpulr.randomness import Directions, GaussianNoise, RandomSource
+from dpulr.records import Records
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,51 @@ class _Repeated(GaussianNoise):
         return self.last.clone()
 
 
+class SharedDropout(RandomSource):
+    """What a model draws by itself comes from a known seed, one record after the other: one more moves the draws of all others."""
+
+    @contextmanager
+    def model_randomness(self, device: torch.device) -> Iterator[None]:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            yield
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------------
+class _AtOnce(Records):
+    """A batch is read at once, by the data set's own way to fetch many, and joined by torch: as loaders do."""
+
+    def take(self, rows: np.ndarray) -> tuple[Any, Any]:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        inputs, targets = default_collate(fetch(rows.tolist()) if fetch else [self.dataset[int(row)] for row in rows])
+        return inputs, targets
+
+
+class _Listed(Dataset[Any]):
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.items[row]
+
+
+class _Centred(_Listed):
+    """Fetches a whole batch, and takes its mean off: a batched transform."""
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        mean = torch.stack([self.items[row][0] for row in rows]).mean(0)
+        return [(self.items[row][0] - mean, self.items[row][1]) for row in rows]
+
+
+def _read_at_once(game: BatchGame, kind: type[_Listed], items: list[Any], canary: Any) -> Game:
+    for engine, own in zip(game.engines, (items, [*items, canary]), strict=True):
+        engine.records = _AtOnce(kind(own), engine.forward.device)
+    return game
+
+
 # --- games ----------------------------------------------------------------------------------------------------------------
 def halved(seed: int | None) -> Game:
     return RowsGame(HalvedNoise(), dim=1, noise_multiplier=2.0, seed=seed)
@@ -174,6 +222,49 @@ def shuffled(seed: int | None) -> Game:
     )
 
 
+def shared_dropout(seed: int | None) -> Game:
+    """Each of 403 equal records adds C with probability 3/4. With the seed their sum is known: 20 C larger with one record more."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    return BatchGame(
+        Gaussian(repeats=1),
+        model=nn.Sequential(layer, nn.Dropout(0.5)),
+        loss_fn=linear_loss,
+        records=(torch.ones(403, 1), torch.full((403, 1), 1e4)),
+        canary=(torch.ones(1), torch.full((1,), 1e4)),
+        noise_multiplier=4.0,
+        seed=seed,
+        randomness=SharedDropout,
+    )
+
+
+def _among_equals(mechanism: Gaussian, x: Tensor, canary: Tensor, seed: int | None) -> BatchGame:
+    return BatchGame(
+        mechanism,
+        model=nn.Sequential(nn.Linear(x.shape[1], 1)),
+        loss_fn=linear_loss,
+        records=(x, torch.full((len(x), 1), 100.0)),
+        canary=(canary, torch.full((1,), 100.0)),
+        noise_multiplier=4.0,
+        seed=seed,
+    )
+
+
+def promoted(seed: int | None) -> Game:
+    """The canary has the others' values in float64. The joined batch is float64, the model refuses it, and nobody contributes."""
+    x = torch.ones(32, 1)
+    items = [(row, torch.full((1,), 100.0)) for row in x]
+    canary = items[0][0].double(), items[0][1]
+    return _read_at_once(_among_equals(Gaussian(repeats=1), x, x[0], seed), _Listed, items, canary)
+
+
+def batch_transform(seed: int | None) -> Game:
+    x = 1 + 0.1 * torch.randn(32, 4, generator=torch.Generator().manual_seed(3))
+    far = torch.full((4,), 1e3)
+    items = [(row, torch.full((1,), 100.0)) for row in x]
+    return _read_at_once(_among_equals(Gaussian(repeats=1), x, far, seed), _Centred, items, (far, items[0][1]))
+
+
 _ALL = [
     Bug("noise-halved", "the noise has half the standard deviation that is charged", halved, 40_000),
     Bug("clip-forgotten", "records are not clipped", unclipped, 40_000),
@@ -183,5 +274,8 @@ _ALL = [
     Bug("sampling-twice", "sampling is credited twice: q squared for q", credited_twice, 40_000),
     Bug("batch-statistics", "inputs are standardised over the batch", batch_statistics, 1_000),
     Bug("shuffled", "fixed-size shuffled batches, charged as Poisson sampling", shuffled, 5_000),
+    Bug("shared-dropout", "dropout comes from a seed that is always the same", shared_dropout, 1_000),
+    Bug("promoted-types", "a batch takes the widest type of its records", promoted, 1_000),
+    Bug("batch-transform", "the data set changes records by the batch they are in", batch_transform, 1_000),
 ]
 BUGS: dict[str, Bug] = {bug.name: bug for bug in _ALL}

@@ -123,7 +123,7 @@ def test_the_statement_names_what_was_checked_and_what_was_taken_as_public():
     plain = str(acc.privacy_spent(charges, 1e-5))
     full = str(acc.privacy_spent(charges, 1e-5, public_size=60_000, schema=schema))
     for text in (plain, full):
-        assert "a record's loss depends on that record alone (checked on made-up inputs, not proved)" in text
+        assert "a record's loss depends on that record alone (checked on synthetic inputs, not proved)" in text
         assert "a batch that is redrawn and a record whose pass raises an error" in text
         assert len(text) < 6 * 160
     assert f"the number of records (60,000) and the shapes and types of a record ({schema}) taken as public" in full

@@ -43,7 +43,11 @@ def some_records(count: int, seed: int = 0, *, positive: bool = False) -> list[t
     return [(row.abs() + 0.1 if positive else row, i % 3) for i, row in enumerate(x)]
 
 
+<<<<<<< HEAD
 # --- 1: one record erases the others ----------------------------------------------------------------------------------
+=======
+# --- 1: one record erases the others --------------------------------------------------------------------------------------
+>>>>>>> t-replay
 @by_name
 def test_a_record_that_fails_only_beside_others_leaves_them_as_they_are(mechanism: Any) -> None:
     """Finding 1 (a), f02: the record has another number of entries above zero, which runs alone but can't be joined."""
@@ -75,7 +79,11 @@ def test_a_record_of_another_type_leaves_the_others_as_they_are(mechanism: Any, 
     assert replay.record(Items([*others, ODD_TYPES[odd](*others[7])])).total.norm() > 3  # type: ignore[union-attr]
 
 
+<<<<<<< HEAD
 # --- 2: randomness in the model ---------------------------------------------------------------------------------------
+=======
+# --- 2: randomness in the model -------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 GAMES = 60
 
 
@@ -85,23 +93,33 @@ def chance_level(epsilon: float, games: int = GAMES) -> int:
     return int(binom.isf(1e-6, 2 * games, best))
 
 
-def dropout_total(model: nn.Module, data: TensorDataset, mechanism: Any, noise: float) -> tuple[Tensor, Tensor, float]:
-    """The sum before noise and the release of one step after `torch.manual_seed(0)`, and its epsilon."""
-    private = engine(model, data, mechanism=mechanism, sample_rate=1.0, expected_batch_size=100.0, steps=1, noise_multiplier=noise)
+def seeded_steps(model: nn.Module, records: int, mechanism: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums before noise and releases of steps on equal records, each right after `torch.manual_seed(0)`."""
+    private = engine(
+        model,
+        TensorDataset(torch.ones(records, 6), torch.zeros(records).long()),
+        mechanism=mechanism,
+        sample_rate=1.0,
+        expected_batch_size=100.0,
+        steps=steps,
+        noise_multiplier=4.0,
+        learning_rate=0.0,
+    )
     sums: list[Tensor] = []
     released: list[Tensor] = []
     summed = private.fitted.sum_of_bounded_signals
+    public = private.fitted.draw_public(0)  # the same for all games: the attacker has it easier
 
     def noted(*args: Any) -> Any:
         sums.append(summed(*args).clone())
         return sums[-1].clone()
 
-    private.fitted.sum_of_bounded_signals = noted
+    private.fitted.sum_of_bounded_signals, private.fitted.draw_public = noted, lambda step: public
     private.on_release(lambda heard: released.append(heard.values))
     for batch in private.batches():
         torch.manual_seed(0)
         private.step(*batch)
-    return sums[0], released[0], private.privacy_spent().epsilon or math.inf
+    return sums, released
 
 
 def random_model(kind: str) -> nn.Module:
@@ -116,34 +134,51 @@ def random_model(kind: str) -> nn.Module:
     return Functional(nn.Linear(6, 8), nn.Linear(8, 3))
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("kind", ["module", "functional"])
 @pytest.mark.parametrize(
     "mechanism", [dpulr.ZerothOrder(repeats=1), dpulr.HiddenDirection()], ids=["zeroth-order", "hidden-direction"]
 )
 def test_a_known_seed_does_not_tell_what_dropout_drew(kind: str, mechanism: Any) -> None:
     """Finding 2, f01 and f01b: an attacker who knows `torch.manual_seed(0)` and all records but one computed both sums.
+=======
+kinds_of_dropout = pytest.mark.parametrize("kind", ["module", "functional"])
+>>>>>>> t-replay
 
-    60 games each on equal records. The bound on right guesses is that of the certified epsilon; false alarms below 1e-6. At the
-    reviewed commit all guesses were right.
+
+@kinds_of_dropout
+def test_a_known_seed_does_not_tell_what_dropout_drew(kind: str) -> None:
+    """Finding 2, f01: an attacker who knows `torch.manual_seed(0)` and all records but one computed both sums.
+
+    60 games each, one step with noise 4 on 100 or 101 equal records: epsilon 0.926. The bound on right guesses is that of this
+    epsilon; false alarms below 1e-6. At the reviewed commit all guesses were right.
     """
-    x = torch.ones(100, 6)
-    data, neighbour = TensorDataset(x, torch.zeros(100).long()), TensorDataset(torch.ones(101, 6), torch.zeros(101).long())
-    model = random_model(kind)
-    if isinstance(mechanism, dpulr.HiddenDirection):  # directions are secret, too; only dropout is under test
-        first, second = dropout_total(model, data, mechanism, 4.0)[0], dropout_total(model, data, mechanism, 4.0)[0]
-        assert not torch.equal(first, second)
-        return
-    known, more, _ = (*(dropout_total(model, own, mechanism, 4.0)[0] for own in (data, neighbour)), 0)
+    model, mechanism = random_model(kind), dpulr.ZerothOrder(repeats=1)
+    known, more = (seeded_steps(model, records, mechanism, 1)[0][0] for records in (100, 101))
+    epsilon = accounting.gaussian_epsilon(noise_multiplier=4.0, sample_rate=1.0, steps=1, delta=1e-5)
     right = 0
-    for own, truth in ((data, False), (neighbour, True)):
-        for _ in range(GAMES):
-            _, release, epsilon = dropout_total(model, own, mechanism, 4.0)
-            says = (release - more).norm() < (release - known).norm()
-            right += bool(says) == truth
+    for records in (100, 101):
+        _, released = seeded_steps(model, records, mechanism, GAMES)
+        right += sum(bool((values - more).norm() < (values - known).norm()) == (records == 101) for values in released)
     assert right <= chance_level(epsilon)
 
 
+<<<<<<< HEAD
 # --- 3: the first record's arguments ----------------------------------------------------------------------------------
+=======
+@kinds_of_dropout
+@by_name
+def test_dropout_is_drawn_afresh_whatever_the_seed(kind: str, mechanism: Any) -> None:
+    """Finding 2, f01b: with the same seed the same data gave the same sum twice, and a record moved the draws of the others."""
+    model = random_model(kind)
+    sums, _ = seeded_steps(model, 100, mechanism, 2)
+    assert not torch.allclose(sums[0], sums[1], rtol=1e-3)
+    replay = Replay(mechanism, model, Items(some_records(40)), loss_fn=LOSS, random_model=True)
+    compare(replay, Items(some_records(40)), Items(some_records(41)), tolerance=1e-3)
+
+
+# --- 3: the first record's arguments --------------------------------------------------------------------------------------
+>>>>>>> t-replay
 @pytest.mark.parametrize("mechanism", THREE[:2], ids=lambda mechanism: mechanism.name)
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_record_s_own_arguments_stay_its_own(mechanism: Any, place: str) -> None:
@@ -159,9 +194,15 @@ def test_a_record_s_own_arguments_stay_its_own(mechanism: Any, place: str) -> No
     assert max(replay.shares(joined - alone).values()) <= 1
 
 
+<<<<<<< HEAD
 # --- 4: the low bits of a release -------------------------------------------------------------------------------------
 def ziggurat_widths() -> Tensor:
     """(256,): the numbers w of numpy's ziggurat. Its normals near zero are k * w, k whole; those of k = 1 are driven out of it."""
+=======
+# --- 4: the low bits of a release -----------------------------------------------------------------------------------------
+def ziggurat_widths() -> Tensor:
+    """(256,): the numbers w of numpy's ziggurat. Its normals near zero are k * w with a whole k; here k = 1."""
+>>>>>>> t-replay
     widths = []
     for strip in range(256):
         generator = np.random.Generator(np.random.SFC64(0))
@@ -225,7 +266,11 @@ def test_without_the_grid_low_bits_tell_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert mironov(monkeypatch, grid=False)[0] == 2 * GAMES
 
 
+<<<<<<< HEAD
 # --- 5: records that can't be read ------------------------------------------------------------------------------------
+=======
+# --- 5: records that can't be read ----------------------------------------------------------------------------------------
+>>>>>>> t-replay
 UNREADABLE: dict[str, Any] = {
     "corrupt": Unreadable(OSError("cannot identify image file '/data/patients/137.png'")),
     "shape": (torch.zeros(5), 1),
@@ -268,7 +313,11 @@ def test_a_batch_is_charged_before_it_is_read() -> None:
     assert private.ledger.steps == 1
 
 
+<<<<<<< HEAD
 # --- 6: batched transforms --------------------------------------------------------------------------------------------
+=======
+# --- 6: batched transforms ------------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 class Padded(Dataset[Any]):
     """Texts as numbers, one by one of a fixed length; a whole batch at once is filled up to its own longest."""
 
@@ -300,7 +349,11 @@ def test_a_batched_transform_is_not_used(mechanism: Any, wrap: Callable[[Any], A
     compare(replay, wrap(Padded(short)), wrap(Padded([*short, 5])))
 
 
+<<<<<<< HEAD
 # --- 7: batches that are changed --------------------------------------------------------------------------------------
+=======
+# --- 7: batches that are changed ------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 def mixup_in_dict(inputs: Any, targets: Tensor) -> None:
     inputs["a"] = inputs["a"].flip(0) * 0.5 + inputs["a"] * 0.5
 
@@ -344,7 +397,11 @@ def test_a_batch_that_was_changed_is_refused_or_as_it_was(change: Callable[[Any,
     assert torch.equal(*values)
 
 
+<<<<<<< HEAD
 # --- 8: going back ----------------------------------------------------------------------------------------------------
+=======
+# --- 8: going back --------------------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 def test_going_back_to_an_older_state_forgets_no_charge() -> None:
     """Finding 8, e01 (4): 20 steps, back to step 5, 15 more: 35 releases on the data, of which 20 were charged."""
     model = mlp()
@@ -361,7 +418,11 @@ def test_going_back_to_an_older_state_forgets_no_charge() -> None:
     assert private.ledger.steps >= 20
 
 
+<<<<<<< HEAD
 # --- 9: holes of the row check ----------------------------------------------------------------------------------------
+=======
+# --- 9: holes of the row check --------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 class SignByPlace(nn.Module):
     """A record's value depends on its place in the batch; dropout hides it."""
 
@@ -448,11 +509,17 @@ def test_the_statement_names_what_is_checked_and_what_is_public() -> None:
     private = engine(mlp(), points(), batch_size=10, steps=1)
     train(private)
     said = str(private.privacy_spent()).lower()
-    assert "checked, not proved" in said
-    assert "size of the data set" in said
+    assert "a record's loss depends on that record alone (checked" in said
+    assert "not proved" in said
+    assert "the number of records (40)" in said
+    assert "float32 of shape (6,)" in said
 
 
+<<<<<<< HEAD
 # --- 10: sums ---------------------------------------------------------------------------------------------------------
+=======
+# --- 10: sums -------------------------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 SIZES = [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
 
 
@@ -504,11 +571,19 @@ def test_the_sum_of_many_records_moves_by_hardly_more_than_one_bound(mechanism: 
 
 @pytest.mark.parametrize("mechanism", ONE_SUM[1:], ids=lambda mechanism: mechanism.name)
 def test_the_sum_of_many_records_moves_by_one_bound_at_most(mechanism: Any) -> None:
+<<<<<<< HEAD
     """Finding 10. A record that is left out moves all that follow it into other parts of the sum, which round in other ways."""
     assert moved_by_one(mechanism, 10_000, "all different") <= 1 + 1e-6
 
 
 # --- 11: lengths ------------------------------------------------------------------------------------------------------
+=======
+    """Finding 10. A record that is left out moves those behind it into other parts of the sum, which then round in other ways."""
+    assert moved_by_one(mechanism, 10_000, "all different") <= 1 + 1e-6
+
+
+# --- 11: lengths ----------------------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 def lopsided(features: int, records: int, large: float = 1.0, small: float = 1.7e-4) -> Tensor:
     """One large feature, then many small ones whose squares float32 drops beside the first's."""
     x = torch.full((records, features), small)
@@ -541,7 +616,11 @@ def test_a_record_of_zeros_does_not_change_how_others_are_measured() -> None:
     assert max(replay.shares(joined - alone).values()) <= 1e-3
 
 
+<<<<<<< HEAD
 # --- 12: the last bits of others' losses ------------------------------------------------------------------------------
+=======
+# --- 12: the last bits of others' losses ----------------------------------------------------------------------------------
+>>>>>>> t-replay
 class Moody(nn.Module):
     """A black box that raises for values above 50."""
 
@@ -551,6 +630,7 @@ class Moody(nn.Module):
         return x
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("radius", [1e-1, 1e-2, 1e-3])
 def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
     """Finding 12, f04: 400 others are run one by one then, which changes the last bits of their losses. The record adds nothing."""
@@ -566,6 +646,8 @@ def test_the_same_at_every_radius_that_is_accepted() -> None:
     assert moved <= 1e-2
 
 
+=======
+>>>>>>> t-replay
 def moved_by_raising(radius: float) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(Moody(), nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
@@ -577,7 +659,84 @@ def moved_by_raising(radius: float) -> float:
     return max(replay.shares(joined - alone).values())
 
 
+<<<<<<< HEAD
 # --- 13 to 15: the accountant -----------------------------------------------------------------------------------------
+=======
+@pytest.mark.parametrize("radius", [1e-1, 1e-2, 1e-3])
+def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
+    """Finding 12, f04: 400 others are run one by one then, which changes the last bits of their losses. The record adds nothing."""
+    assert moved_by_raising(radius) <= 1e-2
+
+
+bits_of_others = pytest.mark.xfail(reason="finding 12: a row's last bits depend on how many rows are run with it", strict=True)
+
+
+def test_a_record_that_raises_hardly_moves_the_others_at_every_radius() -> None:
+    """Finding 12: at 1e-6 rounding over the radius is of the size of the bound. Refused, or the others are not run anew."""
+    try:
+        moved = moved_by_raising(1e-6)
+    except InvalidArgument:
+        return
+    assert moved <= 1e-2
+
+
+def flat_records(count: int, seed: int = 4) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, and records whose losses are so large that what a perturbation changes is less than their last bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    x = 1e7 * torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return model, x, model(x).argmin(1)
+
+
+AMPLIFYING = [dpulr.HiddenDirection(), dpulr.HiddenDirection(antithetic=True), dpulr.Gaussian(repeats=2)]
+
+
+@bits_of_others
+@pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
+def test_a_label_out_of_range_leaves_the_bits_of_the_others(mechanism: Any) -> None:
+    """Finding 12, worse than the review has it. Each of 200 others keeps a sign. One record with label 7 adds nothing itself, but
+    its loss raises, so that all others are run one by one: by other kernels. Their signs turn, and the sum moves by 10 to 40 C.
+    """
+    model, x, y = flat_records(200)
+    replay = Replay(mechanism, model, TensorDataset(x, y), loss_fn=LOSS)
+    joined = replay.sum_over(torch.cat([x, x[:1]]), torch.cat([y, torch.tensor([7])]))
+    assert max(replay.shares(joined - replay.sum_over(x, y)).values()) <= 1
+
+
+@bits_of_others
+def test_a_label_out_of_range_leaves_the_law_of_the_sum() -> None:
+    """The same without fixed directions: 300 equal records whose signs are rounding. The odd record moves the mean of their sum.
+
+    The axis is found in half of the draws and tried in the other half. A true shift of at most C is taken for more with a
+    probability below 1e-6 (six standard errors on top). Measured: 20 to 140 C, which no noise of the usual size hides.
+    """
+    model, x, y = flat_records(1, seed=0)
+    fitted = fit(dpulr.HiddenDirection(subspace=None), model)
+    worlds = [(x.repeat(300, 1), y.repeat(300)), (x.repeat(301, 1), torch.cat([y.repeat(300), torch.tensor([7])]))]
+    sums = [torch.stack([total(fitted, *world, seed=seed) for seed in range(16)]) for world in worlds]
+    axis = sums[1][:8].mean(0) - sums[0][:8].mean(0)
+    along = [own[8:] @ (axis / axis.norm()) for own in sums]
+    error = math.sqrt(sum(float(own.var()) / len(own) for own in along))
+    bound = math.sqrt(sum(weight**2 for weight in fitted.weights))
+    assert abs(float(along[1].mean() - along[0].mean())) <= bound + 6 * error
+
+
+@bits_of_others
+@pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
+def test_the_size_of_a_batch_leaves_the_bits_of_the_others(mechanism: Any) -> None:
+    """Finding 12: the same without an error, where torch takes another kernel for one row more. The record is NaN, adding nothing."""
+    worst, replay = 0.0, None
+    for count in (*range(1, 10), 15, 31, 63):
+        model, x, y = flat_records(count)
+        replay = replay or Replay(mechanism, model, TensorDataset(x, y), loss_fn=LOSS)
+        joined = replay.sum_over(torch.cat([x, torch.full((1, 6), torch.nan)]), torch.cat([y, y[:1]]))
+        worst = max(worst, *replay.shares(joined - replay.sum_over(x, y)).values())
+    assert worst <= 0.5
+
+
+# --- 13 to 15: the accountant ---------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 @pytest.mark.parametrize("sigma", [0.01, 0.005])
 @pytest.mark.parametrize("rate", [1e-15, 1e-17])
 def test_not_a_number_is_no_epsilon(sigma: float, rate: float) -> None:
@@ -607,10 +766,16 @@ def test_the_plan_takes_as_many_steps_as_the_engine() -> None:
         private = engine(mlp(), data, batch_size=size, steps=None, epochs=epochs, noise_multiplier=1.0)
         assert private.planned_steps == planned.steps
         assert train(private) == planned.steps
-        assert private.privacy_spent().epsilon == pytest.approx(planned.epsilon, rel=1e-9)
+        assert private.privacy_spent().epsilon == pytest.approx(
+            planned.epsilon, rel=1e-3
+        )  # the engine knows how many numbers round
 
 
+<<<<<<< HEAD
 # --- 16: the rest -----------------------------------------------------------------------------------------------------
+=======
+# --- 16: the rest ---------------------------------------------------------------------------------------------------------
+>>>>>>> t-replay
 def test_a_planted_cache_is_not_printed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16, c02: what is printed as the final epsilon is computed afresh."""
     from dpulr.accounting import cache
@@ -665,7 +830,11 @@ def test_an_engine_can_t_be_copied() -> None:
 
 
 def test_the_last_record_may_stand_anywhere_in_a_batch() -> None:
+<<<<<<< HEAD
     """Finding 16, e02: below 2 % numpy's choice put the last record always last. 60 batches that hold it: false alarms 1e-9."""
+=======
+    """Finding 16, e02: below 2 % numpy's choice put the last record always last. 60 batches that hold it; false alarms: 1e-9."""
+>>>>>>> t-replay
     rng, elsewhere, held = np.random.default_rng(0), 0, 0
     while held < 60:
         rows = PoissonSampling(0.01).draw(1_000, rng)

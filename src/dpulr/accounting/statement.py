@@ -179,7 +179,7 @@ def _sentence(spent: PrivacySpent) -> str:
     rates = ", ".join(f"{rate:.4g}" for rate in spent.sample_rates) or "none"
     assumed = (
         f"Poisson sampling at rate {rates}, secret {spent.secrets} from the operating system, "
-        "settings fixed before the data was seen, that a record's loss depends on that record alone (checked on made-up inputs, "
+        "settings fixed before the data was seen, that a record's loss depends on that record alone (checked on synthetic inputs, "
         "not proved)"
     )
     public = []
