@@ -282,12 +282,7 @@ def odd_kinds(case: Case, rng: np.random.Generator) -> Item:
     ]
     targets: list[Any] = [
         1.0, np.float64(1), np.int32(1), True, torch.tensor(1), torch.tensor(1, dtype=torch.int32), torch.tensor(1.0),
-<<<<<<< HEAD
-        torch.tensor([1]),
-        "1", None, (1,), 1j,
-=======
         torch.tensor([1]), "1", None, (1,), 1j,
->>>>>>> t-replay
     ]  # fmt: skip
     problems: list[Exception] = [OSError("/data/patients/137.png"), KeyError(17), IndexError(), StopIteration(), ValueError("17")]
     pick = rng.random()
@@ -375,11 +370,7 @@ def _rounding(mechanism: Any, case: Case) -> float:
 
 # --- pairs ------------------------------------------------------------------------------------------------------------------
 class Pairs:
-<<<<<<< HEAD
-    """Pairs of neighbouring data sets for one model, and mechanisms tied to it. All follows from the model's name and a number."""
-=======
     """Pairs of neighbouring data sets for one model, and mechanisms tied to it. All is determined by the model's name and a number.
->>>>>>> t-replay
 
     few          so many mechanisms only, others for each model: tying them to it takes longer than some pairs
     huge_others  records above 10 also among those that stay

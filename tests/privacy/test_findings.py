@@ -43,11 +43,7 @@ def some_records(count: int, seed: int = 0, *, positive: bool = False) -> list[t
     return [(row.abs() + 0.1 if positive else row, i % 3) for i, row in enumerate(x)]
 
 
-<<<<<<< HEAD
-# --- 1: one record erases the others ----------------------------------------------------------------------------------
-=======
 # --- 1: one record erases the others --------------------------------------------------------------------------------------
->>>>>>> t-replay
 @by_name
 def test_a_record_that_fails_only_beside_others_leaves_them_as_they_are(mechanism: Any) -> None:
     """Finding 1 (a), f02: the record has another number of entries above zero, which runs alone but can't be joined."""
@@ -79,11 +75,7 @@ def test_a_record_of_another_type_leaves_the_others_as_they_are(mechanism: Any, 
     assert replay.record(Items([*others, ODD_TYPES[odd](*others[7])])).total.norm() > 3  # type: ignore[union-attr]
 
 
-<<<<<<< HEAD
-# --- 2: randomness in the model ---------------------------------------------------------------------------------------
-=======
 # --- 2: randomness in the model -------------------------------------------------------------------------------------------
->>>>>>> t-replay
 GAMES = 60
 
 
@@ -134,16 +126,7 @@ def random_model(kind: str) -> nn.Module:
     return Functional(nn.Linear(6, 8), nn.Linear(8, 3))
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("kind", ["module", "functional"])
-@pytest.mark.parametrize(
-    "mechanism", [dpulr.ZerothOrder(repeats=1), dpulr.HiddenDirection()], ids=["zeroth-order", "hidden-direction"]
-)
-def test_a_known_seed_does_not_tell_what_dropout_drew(kind: str, mechanism: Any) -> None:
-    """Finding 2, f01 and f01b: an attacker who knows `torch.manual_seed(0)` and all records but one computed both sums.
-=======
 kinds_of_dropout = pytest.mark.parametrize("kind", ["module", "functional"])
->>>>>>> t-replay
 
 
 @kinds_of_dropout
@@ -163,9 +146,6 @@ def test_a_known_seed_does_not_tell_what_dropout_drew(kind: str) -> None:
     assert right <= chance_level(epsilon)
 
 
-<<<<<<< HEAD
-# --- 3: the first record's arguments ----------------------------------------------------------------------------------
-=======
 @kinds_of_dropout
 @by_name
 def test_dropout_is_drawn_afresh_whatever_the_seed(kind: str, mechanism: Any) -> None:
@@ -178,7 +158,6 @@ def test_dropout_is_drawn_afresh_whatever_the_seed(kind: str, mechanism: Any) ->
 
 
 # --- 3: the first record's arguments --------------------------------------------------------------------------------------
->>>>>>> t-replay
 @pytest.mark.parametrize("mechanism", THREE[:2], ids=lambda mechanism: mechanism.name)
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_record_s_own_arguments_stay_its_own(mechanism: Any, place: str) -> None:
@@ -194,15 +173,9 @@ def test_a_record_s_own_arguments_stay_its_own(mechanism: Any, place: str) -> No
     assert max(replay.shares(joined - alone).values()) <= 1
 
 
-<<<<<<< HEAD
-# --- 4: the low bits of a release -------------------------------------------------------------------------------------
-def ziggurat_widths() -> Tensor:
-    """(256,): the numbers w of numpy's ziggurat. Its normals near zero are k * w, k whole; those of k = 1 are driven out of it."""
-=======
 # --- 4: the low bits of a release -----------------------------------------------------------------------------------------
 def ziggurat_widths() -> Tensor:
     """(256,): the numbers w of numpy's ziggurat. Its normals near zero are k * w with a whole k; here k = 1."""
->>>>>>> t-replay
     widths = []
     for strip in range(256):
         generator = np.random.Generator(np.random.SFC64(0))
@@ -266,11 +239,7 @@ def test_without_the_grid_low_bits_tell_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert mironov(monkeypatch, grid=False)[0] == 2 * GAMES
 
 
-<<<<<<< HEAD
-# --- 5: records that can't be read ------------------------------------------------------------------------------------
-=======
 # --- 5: records that can't be read ----------------------------------------------------------------------------------------
->>>>>>> t-replay
 UNREADABLE: dict[str, Any] = {
     "corrupt": Unreadable(OSError("cannot identify image file '/data/patients/137.png'")),
     "shape": (torch.zeros(5), 1),
@@ -313,11 +282,7 @@ def test_a_batch_is_charged_before_it_is_read() -> None:
     assert private.ledger.steps == 1
 
 
-<<<<<<< HEAD
-# --- 6: batched transforms --------------------------------------------------------------------------------------------
-=======
 # --- 6: batched transforms ------------------------------------------------------------------------------------------------
->>>>>>> t-replay
 class Padded(Dataset[Any]):
     """Texts as numbers, one by one of a fixed length; a whole batch at once is filled up to its own longest."""
 
@@ -349,11 +314,7 @@ def test_a_batched_transform_is_not_used(mechanism: Any, wrap: Callable[[Any], A
     compare(replay, wrap(Padded(short)), wrap(Padded([*short, 5])))
 
 
-<<<<<<< HEAD
-# --- 7: batches that are changed --------------------------------------------------------------------------------------
-=======
 # --- 7: batches that are changed ------------------------------------------------------------------------------------------
->>>>>>> t-replay
 def mixup_in_dict(inputs: Any, targets: Tensor) -> None:
     inputs["a"] = inputs["a"].flip(0) * 0.5 + inputs["a"] * 0.5
 
@@ -397,11 +358,7 @@ def test_a_batch_that_was_changed_is_refused_or_as_it_was(change: Callable[[Any,
     assert torch.equal(*values)
 
 
-<<<<<<< HEAD
-# --- 8: going back ----------------------------------------------------------------------------------------------------
-=======
 # --- 8: going back --------------------------------------------------------------------------------------------------------
->>>>>>> t-replay
 def test_going_back_to_an_older_state_forgets_no_charge() -> None:
     """Finding 8, e01 (4): 20 steps, back to step 5, 15 more: 35 releases on the data, of which 20 were charged."""
     model = mlp()
@@ -418,11 +375,7 @@ def test_going_back_to_an_older_state_forgets_no_charge() -> None:
     assert private.ledger.steps >= 20
 
 
-<<<<<<< HEAD
-# --- 9: holes of the row check ----------------------------------------------------------------------------------------
-=======
 # --- 9: holes of the row check --------------------------------------------------------------------------------------------
->>>>>>> t-replay
 class SignByPlace(nn.Module):
     """A record's value depends on its place in the batch; dropout hides it."""
 
@@ -515,11 +468,7 @@ def test_the_statement_names_what_is_checked_and_what_is_public() -> None:
     assert "float32 of shape (6,)" in said
 
 
-<<<<<<< HEAD
-# --- 10: sums ---------------------------------------------------------------------------------------------------------
-=======
 # --- 10: sums -------------------------------------------------------------------------------------------------------------
->>>>>>> t-replay
 SIZES = [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
 
 
@@ -571,19 +520,11 @@ def test_the_sum_of_many_records_moves_by_hardly_more_than_one_bound(mechanism: 
 
 @pytest.mark.parametrize("mechanism", ONE_SUM[1:], ids=lambda mechanism: mechanism.name)
 def test_the_sum_of_many_records_moves_by_one_bound_at_most(mechanism: Any) -> None:
-<<<<<<< HEAD
-    """Finding 10. A record that is left out moves all that follow it into other parts of the sum, which round in other ways."""
-    assert moved_by_one(mechanism, 10_000, "all different") <= 1 + 1e-6
-
-
-# --- 11: lengths ------------------------------------------------------------------------------------------------------
-=======
     """Finding 10. A record that is left out moves those behind it into other parts of the sum, which then round in other ways."""
     assert moved_by_one(mechanism, 10_000, "all different") <= 1 + 1e-6
 
 
 # --- 11: lengths ----------------------------------------------------------------------------------------------------------
->>>>>>> t-replay
 def lopsided(features: int, records: int, large: float = 1.0, small: float = 1.7e-4) -> Tensor:
     """One large feature, then many small ones whose squares float32 drops beside the first's."""
     x = torch.full((records, features), small)
@@ -616,11 +557,7 @@ def test_a_record_of_zeros_does_not_change_how_others_are_measured() -> None:
     assert max(replay.shares(joined - alone).values()) <= 1e-3
 
 
-<<<<<<< HEAD
-# --- 12: the last bits of others' losses ------------------------------------------------------------------------------
-=======
 # --- 12: the last bits of others' losses ----------------------------------------------------------------------------------
->>>>>>> t-replay
 class Moody(nn.Module):
     """A black box that raises for values above 50."""
 
@@ -630,24 +567,6 @@ class Moody(nn.Module):
         return x
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("radius", [1e-1, 1e-2, 1e-3])
-def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
-    """Finding 12, f04: 400 others are run one by one then, which changes the last bits of their losses. The record adds nothing."""
-    assert moved_by_raising(radius) <= 1e-2
-
-
-def test_the_same_at_every_radius_that_is_accepted() -> None:
-    """At 1e-6 the rounding of losses over the radius is of the size of the bound: it is refused, or the others are not run anew."""
-    try:
-        moved = moved_by_raising(1e-6)
-    except InvalidArgument:
-        return
-    assert moved <= 1e-2
-
-
-=======
->>>>>>> t-replay
 def moved_by_raising(radius: float) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(Moody(), nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
@@ -659,9 +578,6 @@ def moved_by_raising(radius: float) -> float:
     return max(replay.shares(joined - alone).values())
 
 
-<<<<<<< HEAD
-# --- 13 to 15: the accountant -----------------------------------------------------------------------------------------
-=======
 @pytest.mark.parametrize("radius", [1e-1, 1e-2, 1e-3])
 def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
     """Finding 12, f04: 400 others are run one by one then, which changes the last bits of their losses. The record adds nothing."""
@@ -736,7 +652,6 @@ def test_the_size_of_a_batch_leaves_the_bits_of_the_others(mechanism: Any) -> No
 
 
 # --- 13 to 15: the accountant ---------------------------------------------------------------------------------------------
->>>>>>> t-replay
 @pytest.mark.parametrize("sigma", [0.01, 0.005])
 @pytest.mark.parametrize("rate", [1e-15, 1e-17])
 def test_not_a_number_is_no_epsilon(sigma: float, rate: float) -> None:
@@ -771,11 +686,7 @@ def test_the_plan_takes_as_many_steps_as_the_engine() -> None:
         )  # the engine knows how many numbers round
 
 
-<<<<<<< HEAD
-# --- 16: the rest -----------------------------------------------------------------------------------------------------
-=======
 # --- 16: the rest ---------------------------------------------------------------------------------------------------------
->>>>>>> t-replay
 def test_a_planted_cache_is_not_printed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding 16, c02: what is printed as the final epsilon is computed afresh."""
     from dpulr.accounting import cache
@@ -830,11 +741,7 @@ def test_an_engine_can_t_be_copied() -> None:
 
 
 def test_the_last_record_may_stand_anywhere_in_a_batch() -> None:
-<<<<<<< HEAD
-    """Finding 16, e02: below 2 % numpy's choice put the last record always last. 60 batches that hold it: false alarms 1e-9."""
-=======
     """Finding 16, e02: below 2 % numpy's choice put the last record always last. 60 batches that hold it; false alarms: 1e-9."""
->>>>>>> t-replay
     rng, elsewhere, held = np.random.default_rng(0), 0, 0
     while held < 60:
         rows = PoissonSampling(0.01).draw(1_000, rng)

@@ -18,16 +18,12 @@ from safetensors.torch import load_file
 
 import dpulr
 from dpulr import accounting
-<<<<<<< HEAD
 from dpulr.accounting.disk_ledger import DiskLedger, ledger_digest
-=======
->>>>>>> t-replay
 from dpulr.accounting.rounding import up
 from dpulr.cli.progress import summary
 from dpulr.files import read_lines
 from dpulr.runs import Interrupted, PrivacyRefusal, Settings, checkpoint, train_and_evaluate
 from dpulr.runs.folder import locked
-from dpulr.runs.ledger import DiskLedger, ledger_digest
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.process import Stop
 from dpulr.runs.settings import read_config

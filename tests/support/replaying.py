@@ -128,14 +128,7 @@ class RecordDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """In (0, 1), row by row; the rows of a replay are those of the clean pass, over and over."""
         rows = [self.rows[i % len(self.rows)] for i in range(len(like))]
         size = math.prod(like.shape[1:])
-<<<<<<< HEAD
-        made = {
-            key: np.random.default_rng(np.frombuffer(_digest(key + bytes([size % 251])), dtype=np.uint32)).random(size)
-            for key in set(rows)
-        }
-=======
         made = {key: _stream_of(_digest(key + bytes([size % 251]))).random(size) for key in set(rows)}
->>>>>>> t-replay
         return torch.from_numpy(np.stack([made[key] for key in rows])).view(like.shape).clamp(1e-9, 1 - 1e-9).to(like.dtype)
 
 
@@ -239,10 +232,6 @@ class Replay:
         *,
         loss_fn: Any,
         random_model: bool = False,
-<<<<<<< HEAD
-        noise: float = 1.0,
-=======
->>>>>>> t-replay
         **settings: Any,
     ) -> None:
         self.source = Replaying()

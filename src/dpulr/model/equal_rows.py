@@ -28,11 +28,7 @@ def of_torch(func: Any) -> bool:
 
 
 def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-<<<<<<< HEAD
     """By torch's own tags, and whether there is anything to draw: attention without dropout, and dropout in eval mode, do not."""
-=======
-    """By torch's own tags, and whether there is anything to draw: attention without dropout, dropout in eval mode draw nothing."""
->>>>>>> t-replay
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     values = _by_name(func, args, kwargs)
