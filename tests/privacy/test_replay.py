@@ -215,7 +215,7 @@ def test_it_finds_promoted_types_and_batched_transforms(monkeypatch: pytest.Monk
     far = (torch.full((6,), 100.0), 1)
     for mechanism in (dpulr.HiddenDirection(), dpulr.Gradient(), dpulr.ZerothOrder(repeats=1)):
         replay = Replay(mechanism, mlp(), Items(others), loss_fn=LOSS)
-        compare(replay, Items(others), Items([*others, (others[0][0].double(), 1)]))
+        compare(replay, Items(others), Items([*others, (others[0][0].double(), 1)]), tolerance=1e-3)  # finding 12: rounding
         compare(replay, Centred(others), Centred([*others, far]), tolerance=1e-3)
         with promoting(monkeypatch):
             with pytest.raises(Leak):

@@ -30,7 +30,7 @@ from dpulr.randomness import Directions, GaussianNoise, RandomSource
 from dpulr.records import Records
 
 TOLERANCE = 1e-6
-"""A record's own share keeps 1e-5 below its bound. Beside it the sum may round the shares of the others anew: in data sets of a
+"""A record's own share keeps 1e-4 below its bound. Beside it the sum may round the shares of the others anew: in data sets of a
 dozen records that is some 1e-7 C each, within the margin. So 1e-6 on top is plenty, and anything more would hide a bug."""
 
 Key = bytes
