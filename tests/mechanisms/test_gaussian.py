@@ -37,7 +37,7 @@ def literal_gradient(model: nn.Module, data: TensorDataset, settings: dpulr.Gaus
     """A step as the documentation says it, record by record and draw by draw, with autograd for the layers' Jacobians."""
     source = RandomSource(seed)
     coins, draws = source.numpy("batches"), source.numpy("directions")
-    rows = coins.choice(len(data), coins.binomial(len(data), rate), replace=False, shuffle=False)
+    rows = coins.choice(len(data), coins.binomial(len(data), rate), replace=False)
     layers = {n: m for n, m in model.named_modules() if any(p.requires_grad for p in m.parameters(recurse=False))}
     estimates: list[dict[str, Tensor]] = [{} for _ in rows]
     for name, layer in layers.items():

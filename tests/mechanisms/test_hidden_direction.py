@@ -40,7 +40,7 @@ def literal_step(
     """The formula of docs/theory.md, record by record: linear layers perturb outputs, A is the normalised input."""
     source = RandomSource(seed)
     coins, draws = source.numpy("batches"), source.numpy("directions")
-    rows = coins.choice(len(dataset), coins.binomial(len(dataset), rate), replace=False, shuffle=False)
+    rows = coins.choice(len(dataset), coins.binomial(len(dataset), rate), replace=False)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for name, layer in layers.items():

@@ -59,7 +59,7 @@ def literal_gradient(model: nn.Module, records: TensorDataset, settings: dpulr.Z
     """The step as section 4 of the theory says it, record by record: the flat gradient, with noise 0.7 c."""
     source = RandomSource(seed)
     coins = source.numpy("batches")
-    rows = coins.choice(len(records), coins.binomial(len(records), rate), replace=False, shuffle=False)
+    rows = coins.choice(len(records), coins.binomial(len(records), rate), replace=False)
     parameters = list(model.parameters())
     sizes = [p.numel() for p in parameters]
     public = torch.Generator().manual_seed(4)
