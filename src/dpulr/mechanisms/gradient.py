@@ -95,7 +95,7 @@ class FittedGradient(SitewiseMechanism):
         norms = torch.stack([site.norms(call, signal) for site, call, signal in zip(self.sites, clean.calls, signals, strict=True)])
         scales = self.clip_factors(norms)
         for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
-            site.add(call, signal, scale, part)
+            site.add(call, signal, scale, part, precise=self.precise)
 
     def clip_factors(self, norms: Tensor) -> Tensor:
         """(sites, records): what each record's gradients are multiplied by, given their norms (sites, records)."""
@@ -119,7 +119,8 @@ class FittedGradient(SitewiseMechanism):
 
     def _clipped_sum(self, inputs: Any, targets: Any) -> Tensor:
         clean, signals = self._backward(inputs, targets)
-        precision = self.dtype if clean.records <= SUMMED_TOGETHER else torch.float64
+        few = clean.records <= SUMMED_TOGETHER and not self.precise
+        precision = self.dtype if few else torch.float64
         total = torch.zeros(self.size, device=self.device, dtype=precision)
         self.add_clipped(clean, signals, self.parts(total))
         return total
