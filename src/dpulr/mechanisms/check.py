@@ -68,6 +68,9 @@ def check_mechanism(fitted: FittedMechanism[Any], forward: Forward, plan: Plan) 
 
 def bound_of(release: Release, noise_std: float) -> float | None:
     """How far one record may move the sum, in length, if the release is to be what it says under this noise."""
+    stated = getattr(release, "bound", None)
+    if callable(stated):
+        return float(stated(noise_std))
     with suppress(InvalidArgument):
         return noise_std * math.hypot(*(shift.largest for shift in release.shifts))
     multiplier = getattr(release, "noise_multiplier", None)

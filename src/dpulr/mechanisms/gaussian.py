@@ -96,7 +96,7 @@ class FittedGaussian(SitewiseMechanism):
         norms = torch.stack([site.norms(call, signal) for site, call, signal in zip(self.sites, clean.calls, signals, strict=True)])
         scales = self.clip_factors(norms)
         for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
-            site.add(call, signal, scale, part)
+            site.add(call, signal, scale, part, precise=self.precise)
 
     def estimate(self, clean: Clean, index: int, basis: Tensor | None, directions: Directions) -> Tensor:
         """(records, dim): the estimated gradient of each record's loss with respect to the site's coordinates."""

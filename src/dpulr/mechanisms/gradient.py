@@ -20,6 +20,7 @@ from dpulr.accounting.events import GaussianRelease
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Batch, Mechanism, SitewiseMechanism, WorstCase
 from dpulr.model.batches import copied, count, row
+from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
 from dpulr.model.rescue import each_alone, together_or_apart
@@ -82,12 +83,8 @@ class FittedGradient(SitewiseMechanism):
     def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Tensor:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
         for chunk in self.chunks.records(batch):
-            for clean, signals in self.gradients_at_outputs(*chunk):
-                few = clean.records <= SUMMED_TOGETHER
-                part = torch.zeros(self.size, device=self.device, dtype=self.dtype) if few else total
-                self.add_clipped(clean, signals, self.parts(part))
-                if few:
-                    total += part
+            for part in self.clipped_sums(*chunk):
+                total += part
         return total
 
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
@@ -98,7 +95,7 @@ class FittedGradient(SitewiseMechanism):
         norms = torch.stack([site.norms(call, signal) for site, call, signal in zip(self.sites, clean.calls, signals, strict=True)])
         scales = self.clip_factors(norms)
         for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
-            site.add(call, signal, scale, part)
+            site.add(call, signal, scale, part, precise=self.precise)
 
     def clip_factors(self, norms: Tensor) -> Tensor:
         """(sites, records): what each record's gradients are multiplied by, given their norms (sites, records)."""
@@ -108,22 +105,27 @@ class FittedGradient(SitewiseMechanism):
         factors: Tensor = bounds / (norms + _STABILITY) if self.settings.clipping == "normalised" else (bounds / norms).clamp(max=1)
         return factors
 
-    # --- the backward pass --------------------------------------------------------------------------------------------
-    def gradients_at_outputs(self, inputs: Any, targets: Any) -> list[tuple[Clean, list[Tensor]]]:
-        """Clean passes with, for each site, (records, dim): the gradient of each record's loss with respect to the site's space.
+    def clipped_sums(self, inputs: Any, targets: Any) -> list[Tensor]:
+        """The sum of the clipped gradients: of all records; or of each alone, where that raises or the model reads values."""
 
-        One pass for all records; one per record, where the joint pass raises or the model reads values.
-        """
-
-        def apart() -> list[tuple[Clean, list[Tensor]]]:
-            found: list[tuple[Clean, list[Tensor]]] = []
-            each_alone(range(count(targets)), lambda i: found.append(self._backward(*row((inputs, targets), i))))
+        def apart() -> list[Tensor]:
+            found: list[Tensor] = []
+            each_alone(range(count(targets)), lambda i: found.append(self._clipped_sum(*row((inputs, targets), i))))
             return found
 
         if self.forward.recordwise:
             return apart()
-        return together_or_apart(lambda: [self._backward(inputs, targets)], apart, lambda: self.forward.check_alive([0]))
+        return together_or_apart(lambda: [self._clipped_sum(inputs, targets)], apart, lambda: self.forward.check_alive([0]))
 
+    def _clipped_sum(self, inputs: Any, targets: Any) -> Tensor:
+        clean, signals = self._backward(inputs, targets)
+        few = clean.records <= SUMMED_TOGETHER and not self.precise
+        precision = self.dtype if few else torch.float64
+        total = torch.zeros(self.size, device=self.device, dtype=precision)
+        self.add_clipped(clean, signals, self.parts(total))
+        return total
+
+    # --- the backward pass --------------------------------------------------------------------------------------------
     def _backward(self, inputs: Any, targets: Any) -> tuple[Clean, list[Tensor]]:
         with torch.inference_mode(False), torch.enable_grad():
             clean = self.forward.passes.clean(*self._differentiable((inputs, targets)))
@@ -141,17 +143,31 @@ class FittedGradient(SitewiseMechanism):
         return copied(batch) if made_without else batch
 
     def _check_gradients(self) -> None:
-        """A gradient must reach every site. Tried on synthetic records."""
+        """A gradient must reach every site, and a record's must not depend on the others. Tried on synthetic records."""
         advice = "Use mechanism='hidden-direction', which needs no gradient."
-        with torch.inference_mode(False), torch.enable_grad():
-            try:
-                clean = self.forward.passes.clean(*row(self.forward.probe, 0))
-                slopes = torch.autograd.grad(clean.losses.sum(), [call.output for call in clean.calls], allow_unused=True)
-            except Exception as problem:
-                raise ModelRefused(f"the model can't be differentiated: {problem} {advice}") from problem
-        for site, slope in zip(self.sites, slopes, strict=True):
+        probe, records = self.forward.probe, count(self.forward.probe[1])
+        alone = [self._slopes(row(probe, i), advice) for i in range(records)]
+        for site, slope in zip(self.sites, alone[0], strict=True):
             if slope is None:
                 raise ModelRefused(f"no gradient reaches {site.label}: something behind it can't be differentiated. {advice}")
+        if self.forward.recordwise:
+            return
+        together = self._slopes(probe, advice)
+        for index, site in enumerate(self.sites):
+            parts = torch.cat([one[index] for one in alone if one[index] is not None])
+            if not torch.allclose(
+                together[index], parts, rtol=1e-4, atol=1e-6 * max(1.0, float(parts.abs().max())), equal_nan=True
+            ):
+                raise ModelRefused(f"the backward pass mixes records: what reaches {site.label} depends on the batch. {advice}")
+
+    def _slopes(self, batch: Batch, advice: str) -> Any:
+        """Gradients at the outputs of all sites; None where there is none. All rows draw the same random numbers."""
+        with torch.inference_mode(False), torch.enable_grad(), EqualRows(count(batch[1])):
+            try:
+                clean = self.forward.passes.clean(*self._differentiable(batch))
+                return torch.autograd.grad(clean.losses.sum(), [call.output for call in clean.calls], allow_unused=True)
+            except Exception as problem:
+                raise ModelRefused(f"the model can't be differentiated: {problem} {advice}") from problem
 
     def _layer_bounds(self) -> Tensor:
         """C for every layer; if clipped per layer, C_l with sum C_l^2 = C^2, in proportion to the weights."""

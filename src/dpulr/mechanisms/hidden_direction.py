@@ -207,7 +207,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         if self.layout.exact is not None:
             site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
             scale = (WITH_MARGIN * self.weights[-1] / site.norms(call, signal)).clamp(max=1)
-            site.add(call, signal, scale, parts[-1])
+            site.add(call, signal, scale, parts[-1], precise=self.precise)
 
     def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
         gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
@@ -216,7 +216,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         estimates = self.estimates(clean, public, directions)
         for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
-                self.sites[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite)
+                self.sites[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.

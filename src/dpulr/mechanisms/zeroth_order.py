@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from dpulr import validate
 from dpulr.accounting.events import GaussianRelease
-from dpulr.mechanisms.base import WITH_MARGIN, Batch, FittedMechanism, Gradients, Mechanism, WorstCase
+from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, WorstCase
 from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import call_on_copy, count, row
 from dpulr.model.forward import Forward
@@ -29,6 +29,8 @@ from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
 Seeds = list[int]
+_WITH_MARGIN = 1 - 1e-3
+"""The rounding of all losses is divided by the radius: a bound is met with more room than elsewhere."""
 _LEAST_RADIUS = 5e-4
 """Rounding of losses is divided by twice the radius: at this one it moves the sum of 400 records by about 0.001 of the bound."""
 
@@ -155,5 +157,5 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
         """(records, repeats) slopes, each record scaled to the bound. What is not finite becomes zero."""
         slopes = torch.where(torch.isfinite(slopes), slopes, 0).double()
         norms = torch.linalg.vector_norm(slopes, dim=1, keepdim=True)
-        scale: Tensor = (WITH_MARGIN * self.settings.max_grad_norm / norms).clamp(max=1)
+        scale: Tensor = (_WITH_MARGIN * self.settings.max_grad_norm / norms).clamp(max=1)
         return slopes * scale

@@ -136,11 +136,11 @@ class Site(ABC):
         """For each record a bound on how much longer than its signal its gradient can be."""
 
     @abstractmethod
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
         """Add sum_i scale_i * gradient_i to the site's part of the release. A record that is not finite adds nothing.
 
         `finite` says that there is none: that saves reading the input once more. A part in float64 takes any number of records; one
-        in the model's own precision takes few (SUMMED_TOGETHER).
+        in the model's own precision takes few (SUMMED_TOGETHER). `precise` computes all of it in float64.
         """
 
     @staticmethod
@@ -198,7 +198,7 @@ class OutputSite(Site):
     def gains(self, call: Call) -> Tensor:
         return self.rule.gains(call)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
         scaled = signal * scale.unsqueeze(1)
         if not finite:
             factor = self.rule.factor(call)
@@ -206,7 +206,9 @@ class OutputSite(Site):
                 good = torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1)
                 bad = ~(good & torch.isfinite(scaled).all(1))
                 call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
-        if part.dtype == signal.dtype:
+        if precise:
+            call, scaled = call.doubled(), scaled.double()
+        if part.dtype == scaled.dtype:
             self.rule.add_gradient(call, self._shaped(scaled), self._views(part))
             return
         for start in range(0, len(scaled), SUMMED_TOGETHER):
@@ -265,7 +267,7 @@ class WeightSite(Site):
     def gains(self, call: Call) -> Tensor:
         return call.output.new_ones(call.records)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
         self.add_record_gradients(signal, scale, part)
 
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:

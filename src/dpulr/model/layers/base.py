@@ -49,6 +49,13 @@ class Call:
         args, kwargs = pytree.tree_unflatten(kept, spec)
         return Call(args, kwargs, self.output[start:stop], self.per_record)
 
+    def doubled(self) -> Call:
+        """The same call with its floats in float64."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        wide = [leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(wide, spec)
+        return Call(args, kwargs, self.output, self.per_record)
+
     def detached(self) -> Call:
         """The same call without its history."""
         args, kwargs, output = pytree.tree_map(_detached, (self.args, self.kwargs, self.output))
