@@ -520,16 +520,9 @@ def test_the_sum_of_many_records_moves_by_one_bound_at_most(mechanism: Any, patt
 @pytest.mark.slow
 @patterns
 @each_sum
-def test_the_sum_of_a_million_records_moves_by_hardly_more(mechanism: Any, pattern: str) -> None:
+def test_the_sum_of_a_million_records_moves_by_one_bound_at_most(mechanism: Any, pattern: str) -> None:
     """Finding 10, f05. In float32: 1.4 C."""
-    assert moved_by_one(mechanism, 1_000_000, pattern) <= 1 + 2e-3
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(reason="issue 15, item 5 (at most C at a million): 4,000 parts in float32 round by 1e-3 C in all", strict=True)
-def test_the_sum_of_a_million_records_moves_by_one_bound_at_most() -> None:
-    """Finding 10. Measured: 1.00074 C."""
-    assert moved_by_one(ONE_SUM[0], 1_000_000, "all different") <= 1 + 1e-6
+    assert moved_by_one(mechanism, 1_000_000, pattern) <= 1 + 1e-6
 
 
 # --- 11: lengths ----------------------------------------------------------------------------------------------------------
