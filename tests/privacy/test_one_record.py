@@ -99,7 +99,7 @@ def tried(name: str, settings: list[Any], losses: list[str], records: Tensor) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_no_extreme_record_exceeds_its_bound(name: str) -> None:
     shares = list(tried(name, SETTINGS, list(LOSSES), extreme_records()))
-    assert max(shares) > 0.9999
+    assert max(shares) > 0.999
     assert len(shares) >= 25 * 2 * (len(SETTINGS) - 3)  # "exact", a group, gradients: not on every model
 
 
