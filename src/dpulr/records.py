@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from hashlib import blake2b
 from itertools import chain
 from mmap import mmap
 from typing import Any, cast
@@ -34,15 +35,18 @@ class Records:
     schema        what a record looks like, as a `Schema` or an example whose numbers do not matter; by default, what the first
                   record looks like (tensors and arrays: what all look like)
     num_workers   threads that read items of a data set which says that they may (`thread_safe = True`)
+    may_be_empty  no records are fine: other processes have some
 
     Tensors and arrays are read by rows, all other data sets by `dataset[i]`, never by batches.
     """
 
-    def __init__(self, dataset: Dataset[Any], device: torch.device, schema: Any = None, num_workers: int = 4) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], device: torch.device, schema: Any = None, num_workers: int = 4, may_be_empty: bool = False
+    ) -> None:
         _check_map_style(dataset)
         self.dataset, self.device = dataset, device
         self.size = len(cast(Sequence[Any], dataset))
-        if self.size == 0:
+        if self.size == 0 and not may_be_empty:
             raise DataError(f"the data set ({type(dataset).__name__}) is empty.")
         base, self._subsets = _behind_subsets(dataset)
         self._store: _Rows | _Items = _Rows.of(base) or _Items(base, num_workers)
@@ -87,6 +91,16 @@ class Records:
         listed = getattr(self.dataset, "targets", None)
         changed = getattr(self.dataset, "target_transform", None) is not None
         return listed if isinstance(listed, Tensor) and not changed else None
+
+    def sample_digest(self) -> str:
+        """The size, and where records lie in tensors or arrays a hash of some of them: whether two processes see the same data."""
+        if not isinstance(self._store, _Rows):
+            return f"{self.size} records"
+        columns, _ = self._store.read(self._places(np.linspace(0, self.size - 1, _LOOKED_AT).astype(np.int64))[0], self.schema)
+        digest = blake2b(digest_size=8)
+        for column in columns:
+            digest.update(column.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return f"{self.size} records, hash {digest.hexdigest()}"
 
     def _schema_of_first(self) -> Schema:
         if isinstance(self._store, _Rows):
