@@ -90,7 +90,7 @@ def within(module: str, *rooms: str) -> bool:
 NO_TORCH = tuple(
     f"dpulr.{name}" for name in ("accounting", "plan", "sampling", "validate", "search", "errors", "files", "paper.nominal")
 )
-BELOW = ["dpulr.cli", "dpulr.runs", "dpulr.engine", "dpulr.mechanisms", "dpulr.model"]
+BELOW = ["dpulr.cli", "dpulr.runs", "dpulr.engine", "dpulr.distributed", "dpulr.mechanisms", "dpulr.model"]
 FORBIDDEN = [
     *((room, tuple(BELOW[: BELOW.index(room)])) for room in BELOW[1:]),
     ("dpulr.audit", ("dpulr.cli", "dpulr.runs")),

@@ -22,8 +22,8 @@ from dpulr import accounting, validate
 from dpulr.accounting.disk_ledger import ledger_at
 from dpulr.accounting.events import Charge, Unaccounted
 from dpulr.accounting.statement import Guarantee
-from dpulr.distributed import join
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
+from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.check import check_mechanism, is_foreign
@@ -146,7 +146,7 @@ class PrivacyEngine:
             start = {name: getattr(self.plan, name) for name in fixed}
             self.use_ledger(lambda: ledger_at(Path(ledger), planned_steps=self.plan.steps, **start))
         self._check_mechanism_from_outside(memory_limit, seed)
-        if self.plan.public_size is not None and not self.plan.event.reasons:
+        if self.plan.public_size is not None and not self.plan.event.reasons and self.ranks.rank == 0:
             for sentence in accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size):
                 warnings.warn(sentence, stacklevel=2)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from dpulr.errors import RankLost
 from tests.support.core import engine, train
 from tests.support.processes import on_ranks
+from tests.support.small_cli import ROOT, child_environment
 
 
 def loses(rank: int, bad: int, how: str, folder: Path) -> Any:
@@ -63,3 +67,16 @@ def full_disk(rank: int, folder: Path) -> Any:
 
 def test_a_step_that_cannot_be_charged_is_computed_nowhere(tmp_path: Path) -> None:
     assert on_ranks(2, full_disk, tmp_path) == [("IsADirectoryError", 2), ("RankLost", 2)]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_no_kill_of_a_rank_hides_what_was_spent(tmp_path: Path, kills: int) -> None:
+    """`rank_killer.py` holds the checks: the ledger is never behind what any rank has applied, and every run comes to its end."""
+    command = [sys.executable, str(ROOT / "tests" / "support" / "rank_killer.py"), str(tmp_path), str(kills), "5", "2"]
+    ended = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["kills"] == kills
+    assert found["interrupted"] >= 1
+    assert found["named"] >= found["interrupted"] / 2
+    assert found["least_accuracy"] > 0.9

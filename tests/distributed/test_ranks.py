@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import dpulr
-from dpulr.distributed import MOST_RANKS, Alone, join
-from dpulr.distributed.ranks import digest_of
+from dpulr.distributed.ranks import MOST_RANKS, Alone, digest_of, join
 from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import on_grid
 from tests.support.core import all_kinds, blobs, engine, mlp, points, small_mlp, train

@@ -100,9 +100,9 @@ def _ended(process: int) -> bool:
     return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def trial(folder: Path, kills: int, seed: int) -> dict[str, float]:
+def trial(folder: Path, kills: int, seed: int, kind: type[Run] = Run) -> dict[str, float]:
     rng = random.Random(seed)
-    runs = [Run(folder / "run-0")]
+    runs = [kind(folder / "run-0")]
     done = 0
     accuracies = []
     while done < kills:
@@ -112,7 +112,7 @@ def trial(folder: Path, kills: int, seed: int) -> dict[str, float]:
         done += code is None
         assert code in (None, 0), f"exit code {code}: {run.folder.with_suffix('.log').read_text()[-500:]}"
         if code == 0:
-            runs.append(Run(folder / f"run-{len(runs)}"))
+            runs.append(kind(folder / f"run-{len(runs)}"))
     for run in runs:
         assert run.attempt(None) == 0, run.folder.with_suffix(".log").read_text()[-500:]
         run.check()
@@ -122,13 +122,18 @@ def trial(folder: Path, kills: int, seed: int) -> dict[str, float]:
         accuracies.append(load(run.folder).score().accuracy)
         assert accuracies[-1] == result["test_accuracy"]
     interrupted = sum(run.interrupted for run in runs)
-    return {"kills": done, "runs": len(runs), "interrupted": interrupted, "least_accuracy": min(accuracies)}
+    named = sum(getattr(run, "named", 0) for run in runs)
+    return {"kills": done, "runs": len(runs), "interrupted": interrupted, "least_accuracy": min(accuracies), "named": named}
+
+
+def warm_up() -> None:
+    """Modules that are loaded on first use are loaded now, not in each process again."""
+    settings = Settings(dataset="tests.support.small_job:data", mechanism="gaussian", batch_size=BATCH, steps=1)
+    Training(settings, load_data(settings)[0], small_job.model())
+    assert progress
+    assert start
 
 
 if __name__ == "__main__":
-    # Modules that are loaded on first use are loaded now, not in each process again.
-    warm_up = Settings(dataset="tests.support.small_job:data", mechanism="gaussian", batch_size=BATCH, steps=1)
-    Training(warm_up, load_data(warm_up)[0], small_job.model())
-    assert progress
-    assert start
+    warm_up()
     print(json.dumps(trial(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from dpulr import errors
+from dpulr.distributed.launch import rank
 
 FAILED, USAGE, REFUSED, CLAIM_REFUTED, INTERRUPTED = 1, 2, 3, 4, 130
 CODES: dict[type[BaseException], int] = {  # the first that fits
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         code, text = _explained(problem)
-        _complain(text)
+        if rank() == 0 or code != INTERRUPTED:
+            _complain(f"rank {rank()}: {text}" if rank() else text)
         return code
 
 

@@ -17,9 +17,12 @@ from rich.text import Text
 
 from dpulr.accounting.rounding import up
 from dpulr.accounting.statement import stopped_early
+from dpulr.distributed.launch import rank
 
 
 def make_view(*, as_json: bool) -> PlainView:
+    if rank() > 0:
+        return SilentView()
     if as_json:
         return JsonView()
     return LiveView() if sys.stdout.isatty() else PlainView()
@@ -75,6 +78,16 @@ class PlainView:
 
     def line(self, text: str) -> None:
         print(text, flush=True)
+
+
+class SilentView(PlainView):
+    """Nothing: of several processes one speaks."""
+
+    def line(self, text: str) -> None:
+        return None
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        return None
 
 
 class JsonView(PlainView):

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from dpulr.cli.options import AsJson, Unprotected, spellings
+from dpulr.cli.options import AsJson, Restarts, Unprotected, Workers, spellings
+from dpulr.distributed.launch import joined, launch
 
 
 def resume(
@@ -21,10 +22,19 @@ def resume(
     ] = None,
     show_unprotected: Unprotected = False,
     as_json: AsJson = False,
+    workers: Workers = None,
+    restarts: Restarts = 0,
 ) -> None:
     """Go on with a run that was interrupted, killed or crashed. What it has spent counts."""
+    if workers is not None and workers > 1:
+        given = {"--target-epsilon": target_epsilon, "--steps": steps}
+        flags = {"--show-unprotected": show_unprotected, "--json": as_json}
+        options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+        raise typer.Exit(
+            launch(workers, ["resume", str(run), *options, *(name for name, on in flags.items() if on)], restarts=restarts)
+        )
     from dpulr.cli.progress import make_view
     from dpulr.runs import run as runs
 
-    with make_view(as_json=as_json) as view:
+    with joined(), make_view(as_json=as_json) as view:
         view.result(runs.resume(run, view, target_epsilon=target_epsilon, steps=steps, show_unprotected=show_unprotected))

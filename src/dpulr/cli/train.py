@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
-from dpulr.cli.options import AsJson, Sets, Unprotected, takes_settings
+from dpulr.cli.options import AsJson, Restarts, Sets, Unprotected, Workers, takes_settings
+from dpulr.distributed.launch import joined, launch, restarted, under_torchrun
+from dpulr.errors import UsageError
 from dpulr.runs.settings import Settings, read_config, split_invocation
 
 
@@ -21,6 +24,8 @@ def train(
     allow_uncertified: Annotated[bool, typer.Option("--allow-uncertified", help="Train even without any guarantee.")] = False,
     show_unprotected: Unprotected = False,
     as_json: AsJson = False,
+    workers: Workers = None,
+    restarts: Restarts = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings as JSON and stop.")] = False,
 ) -> None:
     """Train a model privately. Without options: MNIST, the paper's MLP, hidden-direction, epsilon 1."""
@@ -29,18 +34,31 @@ def train(
     if dry_run:
         print(settings.to_json().decode(), end="")
         return
-    from dpulr.cli.progress import make_view
-    from dpulr.runs import run
-
+    if out is None and how.out is None and under_torchrun():
+        raise UsageError("under torchrun give --out: all processes, and those of a restart, must mean the same folder.")
     folder = out or (Path(how.out) if how.out is not None else _default_folder(settings))
-    with make_view(as_json=as_json or how.json) as view:
-        result = run.start(
-            settings,
-            folder,
-            view,
-            allow_uncertified=allow_uncertified or how.allow_uncertified,
-            show_unprotected=show_unprotected or how.show_unprotected,
-        )
+    flags = {
+        "--allow-uncertified": allow_uncertified or how.allow_uncertified,
+        "--show-unprotected": show_unprotected or how.show_unprotected,
+        "--json": as_json or how.json,
+    }
+    if workers is not None and workers > 1:
+        with TemporaryDirectory() as place:
+            config = Path(place) / "config.json"
+            config.write_bytes(settings.to_json())
+            arguments = ["train", "--config", str(config), "--out", str(folder), *(name for name, on in flags.items() if on)]
+            raise typer.Exit(launch(workers, arguments, restarts=restarts))
+    from dpulr.cli.progress import make_view
+    from dpulr.distributed.ranks import join
+    from dpulr.runs import run
+    from dpulr.runs.folder import CONFIG
+
+    with joined(), make_view(as_json=flags["--json"]) as view:
+        shown = flags["--show-unprotected"]
+        if restarted() and join().shared(lambda: (folder / CONFIG).exists()):
+            result = run.resume(folder, view, show_unprotected=shown)
+        else:
+            result = run.start(settings, folder, view, allow_uncertified=flags["--allow-uncertified"], show_unprotected=shown)
         view.result(result)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 _INTERVAL = 0.5
-_PATIENCE = 3.0
+_PATIENCE = 4.0
 _STORE_SECONDS = 5.0
 
 

@@ -80,6 +80,10 @@ class Alone:
         """Whether any rank says so."""
         return flag
 
+    def bytes_sent(self, numbers: int) -> int:
+        """Bytes that a rank sends per step, in a ring: a release of so many numbers, twice but for its own part of it."""
+        return round(2 * (self.size - 1) / self.size * 8 * numbers)
+
 
 class Ranks(Alone):
     """The ranks of a process group. Communication goes over a group of its own (gloo), so that nothing else gets in between."""
@@ -91,12 +95,15 @@ class Ranks(Alone):
         if self.size > MOST_RANKS:
             raise InvalidArgument(f"there are {self.size} ranks; at most {MOST_RANKS} can share the noise of one release.")
         self._timeout, self._root, self._lost = timeout, members[0], ""
-        self._group = dist.new_group(members, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
         self._pulse: Pulse | None = None
+        self._group = self._together("while it was set up", lambda: self._own_group(members))
         names = self.gathered(f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})")
         store = own_store(dist.distributed_c10d._get_default_store(), f"dpulr/{self.shared(lambda: secrets.token_hex(8))}")
         self._pulse, self._compared = Pulse(store, self.rank, names), -COMPARE_EVERY
         weakref.finalize(self, self._pulse.stop)
+
+    def _own_group(self, members: list[int]) -> Any:
+        return dist.new_group(members, timeout=timedelta(seconds=self._timeout), backend="gloo", use_local_synchronization=True)
 
     # --- set-up -------------------------------------------------------------------------------------------------------
     def shared(self, make: Callable[[], T]) -> T:
@@ -191,10 +198,6 @@ class Ranks(Alone):
 
     def any(self, flag: bool) -> bool:
         return bool(self._reduced(torch.tensor([int(flag)]), dist.ReduceOp.MAX, "after a step").item())
-
-    def bytes_sent(self, numbers: int) -> int:
-        """Bytes that one rank sends per step, in a ring: so many float64 numbers, twice but for its own part; and small change."""
-        return round(2 * (self.size - 1) / self.size * 8 * numbers)
 
     # --- failures -----------------------------------------------------------------------------------------------------
     def _reduced(self, values: Tensor, how: Any, when: str) -> Tensor:

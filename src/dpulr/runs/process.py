@@ -60,10 +60,10 @@ class Clock:
     def total(self) -> float:
         return time.perf_counter() - self._begin
 
-    def seconds(self, *, ledger: float) -> dict[str, float]:
-        """Seconds per part. Writing the ledger happens inside the steps and is taken out of them."""
-        parts = {**self._parts, "steps": max(0.0, self._parts.get("steps", 0.0) - ledger), "ledger": ledger}
-        return {name: round(value, 3) for name, value in parts.items()}
+    def seconds(self, **inside: float) -> dict[str, float]:
+        """Seconds per part. What happens inside the steps (writing the ledger, communication) is taken out of them."""
+        parts = {**self._parts, "steps": max(0.0, self._parts.get("steps", 0.0) - sum(inside.values())), **inside}
+        return {name: round(value, 3) for name, value in parts.items() if value or name != "communication"}
 
 
 def process_seconds(metrics: Path) -> dict[int, dict[str, float]]:

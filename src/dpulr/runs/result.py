@@ -63,6 +63,8 @@ def result(
         "test_accuracy": scores.accuracy,
         "test_loss": scores.loss,
         "forward_passes": forward_passes(engine),
+        "ranks": engine.ranks.size,
+        "bytes_per_step": engine.ranks.bytes_sent(engine.fitted.size),
         "dataset": settings.dataset,
         "model": settings.model,
         "parameters": sum(p.numel() for p in engine.model.parameters()),

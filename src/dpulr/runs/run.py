@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy
 from dpulr import accounting
 from dpulr.accounting.disk_ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
 from dpulr.accounting.events import Charge
+from dpulr.distributed.launch import restarted
+from dpulr.distributed.ranks import join
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import DataError, Interrupted, InvalidArgument, PrivacyRefusal, RunError, UsageError
 from dpulr.files import append_line, replace_file, replace_json, sync_folder
@@ -47,9 +49,7 @@ def start(
     settings: Settings, folder: Path, view: View, *, allow_uncertified: bool = False, show_unprotected: bool = False
 ) -> dict[str, Any]:
     """Train in a new folder and return what result.json holds."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        more = " It is a run: go on with 'dpulr resume'." if (folder / CONFIG).exists() else ""
-        raise UsageError(f"{folder} exists and is not empty.{more}")
+    join().shared(lambda: _check_new(folder))
     clock = Clock()
     with Stop() as stop, ExitStack() as held:
         view.note("reading the data")
@@ -61,13 +61,11 @@ def start(
                 f"this run would have no guarantee ({_why_none(training.engine)}). "
                 "If that is what you want, add --allow-uncertified."
             )
-        _check_evaluation(training, test)
+        training.engine.ranks.shared(lambda: _check_evaluation(training, test))
         view.note(f"writing to {folder}")
-        ledger = _create(folder, settings, training.engine, held)
+        training.engine.use_ledger(lambda: _create(folder, settings, training.engine, held))
         clock.end("setup")
-        run = _Run(folder=folder, training=training, test=test, ledger=ledger, view=view, clock=clock, stop=stop)
-        run.show_unprotected = show_unprotected
-        return run.train()
+        return _trained(folder, training, test, view, clock, stop, show_unprotected=show_unprotected)
 
 
 def resume(
@@ -79,44 +77,100 @@ def resume(
     show_unprotected: bool = False,
 ) -> dict[str, Any]:
     """Go on from the last checkpoint, with fresh entropy. All steps in the ledger count as spent, saved or not."""
-    settings, config = open_config(folder)
-    clock = Clock()
-    with Stop() as stop, locked(folder) as owner:
-        ledger = DiskLedger.open(folder, ledger_digest(config))
-        if owner not in ("", ledger.start.run):
-            raise PrivacyRefusal(f"the ledger in {folder} belongs to another run.")
-        cut_torn_end(folder)
-        if target_epsilon is not None and (ledger.budget is None or not ledger.budget < target_epsilon < float("inf")):
-            raise PrivacyRefusal(f"the budget is {ledger.budget}; it can be raised, but not set to {target_epsilon}.")
+    clock, ranks = Clock(), join()
+    with Stop() as stop, ExitStack() as held:
+        ledgers: list[DiskLedger] = []  # on rank 0, one
+
+        def opened() -> tuple[Settings, int]:
+            settings, ledger = _open(folder, target_epsilon, held)
+            ledgers.append(ledger)
+            return _resumed(settings, ledger, target_epsilon, steps), ledger.resumes
+
+        settings, resumes = ranks.shared(opened)
         view.note("reading the data")
         train, test = load_data(settings)
         view.note("preparing the model")
-        again = _resumed(settings, ledger, target_epsilon, steps)
         open_end = target_epsilon is not None and steps is None
-        training = Training(again, train, make_model(settings), round=ledger.resumes + 1, open_end=open_end)
-        about = checkpoint.load_training(folder, run=ledger.start.run, model=training.model, optimizer=training.optimizer)
-        if int(about.get("entries", 0)) > ledger.entries:
-            raise PrivacyRefusal(f"{folder / checkpoint.CHECKPOINT} is newer than the ledger: entries are missing there.")
+        training = Training(settings, train, make_model(settings), round=resumes + 1, open_end=open_end)
         engine = training.engine
-        engine.parameters_changed(public=True)  # what a run has saved, it has released
-        engine.use_ledger(ledger)
+        applied = _restore(folder, training, *ledgers)
+        engine.use_ledger(lambda: ledgers[0])
         if steps is not None and engine.planned_steps < steps:
             raise PrivacyRefusal(
-                f"{steps} steps do not fit into the budget of epsilon {again.target_epsilon:g}: {engine.planned_steps} do, and "
-                f"{ledger.steps} are taken. Raise it with --target-epsilon, or ask for fewer."
+                f"{steps} steps do not fit into the budget of epsilon {settings.target_epsilon:g}: {engine.planned_steps} do, and "
+                f"{engine.ledger.steps} are taken. Raise it with --target-epsilon, or ask for fewer."
             )
         if engine.steps_taken >= engine.planned_steps:
             view.note("all planned steps are taken")
+            if not ledgers:
+                return {}
             with suppress(RunError):
-                return results.stored(folder / RESULT, steps=ledger.steps)
+                return results.stored(folder / RESULT, steps=engine.ledger.steps)
         else:
-            _check_evaluation(training, test)
-            _forget_result(folder)
-            ledger.record_resume(budget=again.target_epsilon, planned_steps=engine.planned_steps)
+            ranks.shared(lambda: _go_on(folder, training, test, *ledgers))
         clock.end("setup")
-        run = _Run(folder=folder, training=training, test=test, ledger=ledger, view=view, clock=clock, stop=stop)
-        run.show_unprotected, run.applied = show_unprotected, int(about.get("applied", 0))
+        return _trained(folder, training, test, view, clock, stop, applied=applied, show_unprotected=show_unprotected)
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        more = " It is a run: go on with 'dpulr resume'." if (folder / CONFIG).exists() else ""
+        raise UsageError(f"{folder} exists and is not empty.{more}")
+
+
+def _open(folder: Path, target_epsilon: float | None, held: ExitStack) -> tuple[Settings, DiskLedger]:
+    """The settings and the ledger of a run, which is locked from now on."""
+    settings, config = open_config(folder)
+    owner = held.enter_context(locked(folder))
+    ledger = DiskLedger.open(folder, ledger_digest(config))
+    if owner not in ("", ledger.start.run):
+        raise PrivacyRefusal(f"the ledger in {folder} belongs to another run.")
+    cut_torn_end(folder)
+    raised = restarted() and ledger.budget == target_epsilon  # by the processes that failed
+    if target_epsilon is not None and not raised and (ledger.budget is None or not ledger.budget < target_epsilon < float("inf")):
+        raise PrivacyRefusal(f"the budget is {ledger.budget}; it can be raised, but not set to {target_epsilon}.")
+    return settings, ledger
+
+
+def _restore(folder: Path, training: Training, ledger: DiskLedger | None = None) -> int:
+    """Put the last checkpoint, which rank 0 reads, into the training of every rank. Returns how many updates it holds."""
+    model, optimizer = training.model, training.optimizer
+
+    def read() -> tuple[dict[str, Any], dict[str, Any], int]:
+        assert ledger is not None
+        about = checkpoint.load_training(folder, run=ledger.start.run, model=model, optimizer=optimizer)
+        if int(about.get("entries", 0)) > ledger.entries:
+            raise PrivacyRefusal(f"{folder / checkpoint.CHECKPOINT} is newer than the ledger: entries are missing there.")
+        return model.state_dict(), optimizer.state_dict(), int(about.get("applied", 0))
+
+    weights, state, applied = training.engine.ranks.shared(read)
+    if ledger is None:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    training.engine.parameters_changed(public=True)  # what a run has saved, it has released
+    return applied
+
+
+def _go_on(folder: Path, training: Training, test: Any, ledger: DiskLedger) -> None:
+    _check_evaluation(training, test)
+    _forget_result(folder)
+    ledger.record_resume(budget=training.settings.target_epsilon, planned_steps=training.engine.planned_steps)
+
+
+def _trained(
+    folder: Path, training: Training, test: Any, view: View, clock: Clock, stop: Stop, *, applied: int = 0, show_unprotected: bool
+) -> dict[str, Any]:
+    """The steps that are left. Rank 0 writes and shows; the others take their part of each step, and end with it."""
+    ledger, engine = training.engine.ledger, training.engine
+    if isinstance(ledger, DiskLedger):
+        run = _Run(folder=folder, training=training, test=test, ledger=ledger, view=view, clock=clock, stop=stop, applied=applied)
+        run.show_unprotected = show_unprotected
         return run.train()
+    stop.at_once = False
+    for _ in training.steps():
+        if engine.ranks.any(stop.requested):
+            raise Interrupted("interrupted.")
+    return {}
 
 
 def _resumed(settings: Settings, ledger: DiskLedger, target_epsilon: float | None, steps: int | None) -> Settings:
@@ -169,9 +223,7 @@ def _create(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitS
         shutil.rmtree(draft, ignore_errors=True)
         raise
     sync_folder(folder.parent)
-    ledger = DiskLedger.open(folder, begin.config)
-    engine.use_ledger(ledger)
-    return ledger
+    return DiskLedger.open(folder, begin.config)
 
 
 def _forget_result(folder: Path) -> None:
@@ -213,7 +265,7 @@ class _Run:
                 self._checkpoint()
             elif self.clock.since("checkpoint") > _CHECKPOINT_SECONDS:
                 self._checkpoint()
-            if self.stop.requested:
+            if engine.ranks.any(self.stop.requested):
                 break
         if self._scores is None or self._saved_at != engine.steps_taken:
             self._evaluate()
@@ -234,7 +286,7 @@ class _Run:
             "learning_rate": self.training.learning_rate(),
             "process": self.ledger.resumes,
             "at": now(),
-            "seconds": self.clock.seconds(ledger=self.ledger.seconds),
+            "seconds": self.clock.seconds(ledger=self.ledger.seconds, communication=engine.ranks.seconds),
         }
         append_line(self.folder / METRICS, values)
         self.view.metrics(values)

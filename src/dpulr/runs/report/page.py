@@ -123,6 +123,8 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
         ("resumed", f"{run.ledger.resumes} times"),
         ("parameters", count("parameters")),
         ("passes of a batch", count("forward_passes")),
+        ("processes", count("ranks")),
+        ("bytes that each sends per step", count("bytes_per_step")),
         ("trained with dpulr", str(result.get("version", "-"))),
         ("torch", str(result.get("torch", "-"))),
         ("python", str(result.get("python", "-"))),
