@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -28,7 +28,7 @@ from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
 from dpulr.model.batches import copied
 from dpulr.model.losses import LossFunction
-from dpulr.model.prepare import check_labels, prepare
+from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
 from dpulr.plan import Plan, Request, Sampling
 from dpulr.randomness import RandomSource
@@ -54,7 +54,8 @@ class PrivacyEngine:
     size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
     `schema` is an example of a record, whose shapes and types all others must have (default: the first record's; they are public).
     `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
-    it holds counts as spent. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
+    it holds counts as spent. `num_workers` processes read records one step ahead where they are not rows of tensors or arrays; that
+    step is charged then. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
     audit); like `insecure_noise_seed`, it voids the guarantee.
     """
 
@@ -84,6 +85,7 @@ class PrivacyEngine:
         replay: Literal["auto", "trace", "hook"] = "auto",
         schema: tuple[Any, Any] | None = None,
         ledger: str | Path | None = None,
+        num_workers: int = 0,
     ) -> None:
         source = _source(insecure_noise_seed, randomness)
         validate.whole_number("seed", seed, 0)
@@ -93,7 +95,7 @@ class PrivacyEngine:
         self.model, self.optimizer = model, optimizer
         find_layers(model)  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
-        self.records = Records(dataset, device, schema=schema)
+        self.records = Records(dataset, device, schema=schema, num_workers=num_workers)
         request = Request(
             records=self.records.size,
             batch_size=batch_size,
@@ -110,7 +112,6 @@ class PrivacyEngine:
             void=source.reason_for_none,
         )
         self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
-        check_labels(self.forward, self.records.all_targets(), self.records.example)
         self.plan: Plan = self.mechanism.plan(request, self.forward.sites)
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
         self.run, self._reasons = secrets.token_hex(8), list[str]()
@@ -118,7 +119,8 @@ class PrivacyEngine:
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
         self._sampler = self.plan.sampler()
         self._batch_rng, self._noise = source.batches(), source.noise(self.fitted.size)
-        self._directions, self._model_randomness = source.directions(device, self.forward.dtype), source.model_randomness
+        self._directions = source.directions(device, self.forward.dtype)
+        self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
         self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
         self._gradient_of = {
             parameter: buffers[name]
@@ -128,6 +130,7 @@ class PrivacyEngine:
         self._observers: list[Callable[[Released], None]] = []
         self._own: Batch = ((), ())
         self._current: Batch | None = None
+        self._ahead: Callable[[], Batch] | None = None
         if ledger is not None:
             fixed = ("noise_multiplier", "rejection_threshold", "target_epsilon", "target_delta")
             start = {name: getattr(self.plan, name) for name in fixed}
@@ -142,11 +145,14 @@ class PrivacyEngine:
         """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
         while self.steps_taken < end:
+            self._watch.check()
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
-                self._charge()
-                sampler = self._sampler.with_threshold(self.plan.at(self.steps_taken).rejection_threshold)
-                self._own = self.records.take(sampler.draw(self.records.size, self._batch_rng))
+                waiting, self._ahead = self._ahead or self._drawn(), None
+                with self._reading_randomness() if self.records.runs_user_code else nullcontext():
+                    self._own = waiting()
                 self._current = copied(self._own)
+                if self.records.read_ahead and self.ledger.steps < end:
+                    self._ahead = self._drawn()
             yield self._current
             if self._current is not None:
                 raise StepError(
@@ -191,11 +197,12 @@ class PrivacyEngine:
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
 
-    def _charge(self) -> None:
-        """Charge the next step: before its records are read, and before anything is drawn for it."""
-        self._watch.check()
-        event = self.plan.at(self.steps_taken).event
-        self.ledger.append(Unaccounted(self._reasons[0]) if self._reasons else event)
+    def _drawn(self) -> Callable[[], Batch]:
+        """The next batch, to be waited for. The step is charged before anything is drawn for it, and before a record is read."""
+        step = self.plan.at(self.ledger.steps)
+        self.ledger.append(Unaccounted(self._reasons[0]) if self._reasons else step.event)
+        sampler = self._sampler.with_threshold(step.rejection_threshold)
+        return self.records.start(sampler.draw(self.records.size, self._batch_rng))
 
     def _taken(self, inputs: Any, targets: Any) -> Batch:
         """The engine's own copy of the current batch, if that is what was given; it is used up by that.
@@ -223,8 +230,8 @@ class PrivacyEngine:
     # --- privacy ------------------------------------------------------------------------------------------------------
     @property
     def steps_taken(self) -> int:
-        """Steps that are charged, but for the one whose batch waits for `step`."""
-        return self.ledger.steps - (self._current is not None)
+        """Steps that are charged, but for those whose batches wait for `step` or are read ahead."""
+        return self.ledger.steps - (self._current is not None) - (self._ahead is not None)
 
     @property
     def planned_steps(self) -> int:

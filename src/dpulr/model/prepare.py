@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpulr import validate
-from dpulr.errors import DataError, InvalidArgument, ModelRefused
-from dpulr.model.batches import call_model, synthetic, tile
+from dpulr.errors import InvalidArgument, ModelRefused
+from dpulr.model.batches import synthetic
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.graph import Untraceable
@@ -71,24 +71,6 @@ def prepare(
     with other_weights(model.parameters(), keep=1.0):
         _check_alignment(passes, probes[1])
     return _finished(passes, probes, space)
-
-
-def check_labels(forward: Forward, targets: Tensor | None, example: tuple[Any, Any]) -> None:
-    """Whole-number targets must be such that the loss accepts them. Which labels exist is part of the schema, like shapes are."""
-    if targets is None or targets.is_floating_point() or targets.dim() != 1:
-        return
-    labels = torch.unique(targets)
-    inputs, _ = synthetic(example, 1, torch.Generator().manual_seed(0), forward.device)
-    with torch.inference_mode():
-        output = call_model(forward.model, inputs)
-        shapes = [tuple(leaf.shape[1:]) for leaf in pytree.tree_leaves(output)]
-        try:
-            forward.loss_fn(tile(output, len(labels)), labels.to(forward.device))
-        except (IndexError, RuntimeError, ValueError) as problem:
-            raise DataError(
-                f"the loss function does not accept the data set's labels, from {int(labels.min())} to {int(labels.max())}, with "
-                f"the model's output of shape {shapes} per record: {problem}"
-            ) from problem
 
 
 # --- which layers, which way to run them --------------------------------------------------------------------------------
