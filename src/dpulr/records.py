@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from dpulr.read_tables import Table
 from dpulr.schema import Leaf, Schema
 
 Batch = tuple[Any, Any]
+_LOOKED_AT = 32
 
 
 class Records:
@@ -33,16 +35,19 @@ class Records:
     schema        what a record looks like, as a `Schema` or an example whose numbers do not matter; by default, what the first
                   record looks like (tensors and arrays: what all look like)
     num_workers   processes that read records ahead, where they are not rows of tensors or arrays; 0: they are read when needed
+    may_be_empty  no records are fine: other processes have some
 
     Tensors, arrays and the columns of Arrow tables are read by rows, all other data sets by `dataset[i]`, never by batches.
     """
 
-    def __init__(self, dataset: Dataset[Any], device: torch.device, schema: Any = None, num_workers: int = 0) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], device: torch.device, schema: Any = None, num_workers: int = 0, may_be_empty: bool = False
+    ) -> None:
         _check_map_style(dataset)
         validate.whole_number("num_workers", num_workers, 0)
         self.dataset, self.device = dataset, device
         self.size = len(cast(Sequence[Any], dataset))
-        if self.size == 0:
+        if self.size == 0 and not may_be_empty:
             raise DataError(f"the data set ({type(dataset).__name__}) is empty.")
         base, self._subsets = _behind_subsets(dataset)
         self._store: Rows | Items = Rows.of(base) or Table.of(base) or Items(base)
@@ -97,6 +102,16 @@ class Records:
         for subset in self._subsets:
             row = operator.index(subset.indices[row])
         return self._store.fetch(row)
+
+    def sample_digest(self) -> str:
+        """The size, and where records lie in tensors or arrays a hash of some of them: whether two processes see the same data."""
+        if not isinstance(self._store, Rows):
+            return f"{self.size} records"
+        columns, _ = self._store.read(self._places(np.linspace(0, self.size - 1, _LOOKED_AT).astype(np.int64))[0], self.schema)
+        digest = blake2b(digest_size=8)
+        for column in columns:
+            digest.update(column.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return f"{self.size} records, hash {digest.hexdigest()}"
 
     def _schema_of_first(self) -> Schema:
         if isinstance(self._store, Rows):

@@ -67,7 +67,15 @@ def test_a_report_says_it_all_and_needs_nothing(finished: Path, run_cli: Cli) ->
     assert "epsilon of all planned steps" not in text
     for promised in (
         str(accounting.privacy_spent(ledger.charges, 1e-5, public_size=result["public_size"], schema=result["schema"])),
-        *("Held-out accuracy", "Held-out loss", "Expected calibration error", "Brier score", "Epsilon spent", "Privacy profile", "Where the time went"),
+        *(
+            "Held-out accuracy",
+            "Held-out loss",
+            "Expected calibration error",
+            "Brier score",
+            "Epsilon spent",
+            "Privacy profile",
+            "Where the time went",
+        ),
         *("tests.support.small_job:data", "torch"),
     ):
         assert promised in unescape(text)
