@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -30,7 +30,7 @@ from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
 from dpulr.model.batches import copied
 from dpulr.model.losses import LossFunction
-from dpulr.model.prepare import check_labels, prepare
+from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
 from dpulr.plan import Plan, Request, Sampling
 from dpulr.randomness import RandomSource
@@ -55,7 +55,8 @@ class PrivacyEngine:
     size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
     `schema` is an example of a record, whose shapes and types all others must have (default: the first record's; they are public).
     `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
-    it holds counts as spent. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
+    it holds counts as spent. `num_workers` processes read records one step ahead where they are not rows of tensors or arrays; that
+    step is charged then. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
     audit); like `insecure_noise_seed`, it voids the guarantee.
 
     Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
@@ -89,6 +90,7 @@ class PrivacyEngine:
         replay: Literal["auto", "trace", "hook"] = "auto",
         schema: tuple[Any, Any] | None = None,
         ledger: str | Path | None = None,
+        num_workers: int = 0,
         process_group: Any = None,
         sharded: bool = False,
         rank_timeout: float = 300.0,
@@ -102,7 +104,7 @@ class PrivacyEngine:
         self.model, self.optimizer = model, optimizer
         find_layers(model)  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
-        self.records = gathered_records(dataset, device, schema, self.ranks)
+        self.records = gathered_records(dataset, device, schema, self.ranks, num_workers=num_workers)
         request = Request(
             records=sum(self.ranks.gathered(self.records.size)) if sharded else self.records.size,
             batch_size=batch_size,
@@ -119,7 +121,6 @@ class PrivacyEngine:
             void=source.reason_for_none,
         )
         self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
-        check_labels(self.forward, self.records.all_targets(), self.records.example)
         self._agree(loss_fn, request, {"seed": seed, "replay": replay, "insecure_noise_seed": insecure_noise_seed})
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
@@ -131,7 +132,8 @@ class PrivacyEngine:
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
         self._sampler = self.plan.sampler()
         self._batch_rng, self._noise = source.batches(), source.noise(self.fitted.size)
-        self._directions, self._model_randomness = source.directions(device, self.forward.dtype), source.model_randomness
+        self._directions = source.directions(device, self.forward.dtype)
+        self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
         self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
         self._gradient_of = {
             parameter: buffers[name]
@@ -141,6 +143,7 @@ class PrivacyEngine:
         self._observers: list[Callable[[Released], None]] = []
         self._own: Batch = ((), ())
         self._current: Batch | None = None
+        self._ahead: Callable[[], Batch] | None = None
         if ledger is not None:
             fixed = ("noise_multiplier", "rejection_threshold", "target_epsilon", "target_delta")
             start = {name: getattr(self.plan, name) for name in fixed}
@@ -155,11 +158,14 @@ class PrivacyEngine:
         """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
         while self.steps_taken < end:
+            self._watch.check()
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
-                self._charge()
-                sampler = self._sampler.with_threshold(self.plan.at(self.steps_taken).rejection_threshold)
-                self._own = self.records.take(self.ranks.rows(sampler, self.records.size, self._batch_rng))
+                waiting, self._ahead = self._ahead or self._drawn(), None
+                with self._reading_randomness() if self.records.runs_user_code else nullcontext():
+                    self._own = waiting()
                 self._current = copied(self._own)
+                if self.records.read_ahead and self.ledger.steps < end:
+                    self._ahead = self._drawn()
             yield self._current
             if self._current is not None:
                 raise StepError(
@@ -204,13 +210,15 @@ class PrivacyEngine:
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
 
-    def _charge(self) -> None:
-        """Charge the next step: before its records are read, and before anything is drawn for it."""
-        self._watch.check()
-        for reason in self.ranks.meet(self._reasons, self.steps_taken, self.forward.parameters()):
+    def _drawn(self) -> Callable[[], Batch]:
+        """The next batch, to be waited for. The step is charged before anything is drawn for it, and before a record is read."""
+        step = self.plan.at(self.ledger.steps)
+        for reason in self.ranks.meet(self._reasons, self.ledger.steps, self.forward.parameters()):
             self._void(reason)
-        event = Unaccounted(self._reasons[0]) if self._reasons else self.plan.at(self.steps_taken).event
+        event = Unaccounted(self._reasons[0]) if self._reasons else step.event
         self.ranks.charged(lambda: self.ledger.append(event))
+        sampler = self._sampler.with_threshold(step.rejection_threshold)
+        return self.records.start(self.ranks.rows(sampler, self.records.size, self._batch_rng))
 
     def _taken(self, inputs: Any, targets: Any) -> Batch:
         """The engine's own copy of the current batch, if that is what was given; it is used up by that.
@@ -238,8 +246,8 @@ class PrivacyEngine:
     # --- privacy ------------------------------------------------------------------------------------------------------
     @property
     def steps_taken(self) -> int:
-        """Steps that are charged, but for the one whose batch waits for `step`."""
-        return self.ledger.steps - (self._current is not None)
+        """Steps that are charged, but for those whose batches wait for `step` or are read ahead."""
+        return self.ledger.steps - (self._current is not None) - (self._ahead is not None)
 
     @property
     def planned_steps(self) -> int:

@@ -61,11 +61,11 @@ def check_shareable(fitted: FittedMechanism[Any], request: Request) -> None:
         )
 
 
-def gathered_records(dataset: Any, device: torch.device, schema: Any, ranks: Alone) -> Records:
+def gathered_records(dataset: Any, device: torch.device, schema: Any, ranks: Alone, num_workers: int = 0) -> Records:
     """The rank's records. One whose shard is empty learns from the others what records look like."""
     if not ranks.sharded:
-        return Records(dataset, device, schema=schema)
-    own = Records(dataset, device, schema=schema) if len(dataset) else None
+        return Records(dataset, device, schema=schema, num_workers=num_workers)
+    own = Records(dataset, device, schema=schema, num_workers=num_workers) if len(dataset) else None
     known = [other for other in ranks.gathered(None if own is None else own.schema) if other is not None]
     if own is not None:
         return own
