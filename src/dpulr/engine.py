@@ -60,8 +60,8 @@ class PrivacyEngine:
     audit); like `insecure_noise_seed`, it voids the guarantee.
 
     Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
-    each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own. `rank_timeout` is how many
-    seconds a rank waits for another.
+    each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own; with `parallel="passes"` all
+    take the same batch, and share the passes. `rank_timeout` is how many seconds a rank waits for another.
     """
 
     def __init__(
@@ -93,9 +93,10 @@ class PrivacyEngine:
         num_workers: int = 0,
         process_group: Any = None,
         sharded: bool = False,
+        parallel: Literal["records", "passes"] = "records",
         rank_timeout: float = 300.0,
     ) -> None:
-        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded)
+        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel)
         source = _source(insecure_noise_seed, randomness, self.ranks.rank)
         validate.whole_number("seed", seed, 0)
         if memory_limit is not None:
@@ -121,17 +122,21 @@ class PrivacyEngine:
             void=source.reason_for_none,
         )
         self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
-        self._agree(loss_fn, request, {"seed": seed, "replay": replay, "insecure_noise_seed": insecure_noise_seed})
+        self._agree(
+            loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
+        )
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
         if self.ranks.size > 1:
             check_shareable(self.fitted, request)
             self.fitted.shares = self.ranks.size
+            if parallel == "passes":
+                self.fitted.split_passes(self.ranks.rank, self.ranks.size)
         self.run, self._reasons = self.ranks.shared(lambda: secrets.token_hex(8)), list[str]()
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
         self._sampler = self.plan.sampler()
-        self._batch_rng, self._noise = source.batches(), source.noise(self.fitted.size)
+        self._batch_rng, self._noise = self.ranks.batch_stream(source), source.noise(self.fitted.size)
         self._directions = source.directions(device, self.forward.dtype)
         self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
         self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]

@@ -86,6 +86,11 @@ def _fresh() -> np.random.BitGenerator:
     return bits
 
 
+def common_stream(key: int) -> SecretGenerator:
+    """The same secret stream on all processes that know its key, 256 random bits."""
+    return SecretGenerator(AESCounter(key=key >> 128, counter=key & (2**128 - 1)))
+
+
 _held: list[SecretGenerator] = []
 
 

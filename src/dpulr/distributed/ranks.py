@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -28,9 +28,11 @@ from dpulr import validate
 from dpulr.accounting.ledger import Ledger
 from dpulr.distributed.pulse import Pulse, own_store
 from dpulr.errors import InvalidArgument, RankLost, StepError
+from dpulr.randomness import RandomSource, common_stream
 from dpulr.sampling import PoissonSampling, ShuffledSampling
 
 T = TypeVar("T")
+Parallel = Literal["records", "passes"]
 MOST_RANKS = 256
 """More shares would need a grid so coarse that their rounding shows (docs/theory.md, section 9)."""
 COMPARE_EVERY = 100
@@ -41,7 +43,7 @@ class Alone:
     """One process: there is nobody to agree with. Also the list of what several ranks do together, in the order of a run."""
 
     rank, size = 0, 1
-    sharded = False
+    sharded, parallel = False, "records"
     seconds = 0.0
     """Seconds spent in communication, waiting for others included."""
 
@@ -68,6 +70,10 @@ class Alone:
         """Charge a step on rank 0; the others note it when that is done."""
         charge()
 
+    def batch_stream(self, source: RandomSource) -> np.random.Generator:
+        """Where batches are drawn from."""
+        return source.batches()
+
     def rows(self, sampler: PoissonSampling | ShuffledSampling, records: int, rng: np.random.Generator) -> np.ndarray:
         """Which of the data set's rows are in this rank's part of the batch."""
         return sampler.draw(records, rng)
@@ -88,13 +94,13 @@ class Alone:
 class Ranks(Alone):
     """The ranks of a process group. Communication goes over a group of its own (gloo), so that nothing else gets in between."""
 
-    def __init__(self, group: Any = None, *, timeout: float = 300.0, sharded: bool = False) -> None:
+    def __init__(self, group: Any = None, *, timeout: float = 300.0, sharded: bool = False, parallel: Parallel = "records") -> None:
         validate.positive("rank_timeout", timeout)
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size, self.sharded, self.seconds = members.index(dist.get_rank()), len(members), sharded, 0.0
         if self.size > MOST_RANKS:
             raise InvalidArgument(f"there are {self.size} ranks; at most {MOST_RANKS} can share the noise of one release.")
-        self._timeout, self._root, self._lost = timeout, members[0], ""
+        self._timeout, self._root, self._lost, self.parallel = timeout, members[0], "", parallel
         self._pulse: Pulse | None = None
         self._group = self._together("while it was set up", lambda: self._own_group(members))
         names = self.gathered(f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})")
@@ -186,9 +192,16 @@ class Ranks(Alone):
         if self.rank:
             charge()
 
+    def batch_stream(self, source: RandomSource) -> np.random.Generator:
+        """One of its own; where all ranks work on the same batch, a common one, whose secret key rank 0 has sent."""
+        if self.parallel == "records" or type(source) is not RandomSource:
+            return source.batches()
+        seed, key = self.shared(lambda: (source.insecure_seed, secrets.randbits(256)))
+        return common_stream(key) if seed is None else RandomSource(seed).batches()
+
     def rows(self, sampler: PoissonSampling | ShuffledSampling, records: int, rng: np.random.Generator) -> np.ndarray:
         """Of a data set that all ranks see, rank r of W has the rows r, r + W, r + 2 W, ...; of its own shard, all."""
-        if self.sharded:
+        if self.sharded or self.parallel == "passes":
             return sampler.draw(records, rng)
         own = len(range(self.rank, records, self.size))
         return sampler.draw(own, rng) * self.size + self.rank
@@ -224,15 +237,18 @@ class Ranks(Alone):
             self.seconds += time.perf_counter() - began
 
 
-def join(group: Any = None, *, timeout: float = 300.0, sharded: bool = False) -> Alone:
+def join(group: Any = None, *, timeout: float = 300.0, sharded: bool = False, parallel: Parallel = "records") -> Alone:
     """The ranks of this group, or of torch.distributed's default one; alone if there is none or nobody else in it."""
+    validate.one_of("parallel", parallel, get_args(Parallel))
+    if sharded and parallel == "passes":
+        raise InvalidArgument("parallel='passes' needs all records on every rank: sharded must be False.")
     if group is None and not (dist.is_available() and dist.is_initialized()):
         if sharded:
             raise InvalidArgument("sharded is True, but torch.distributed is not initialised: there is one process, with all data.")
         return Alone()
     if dist.get_world_size(group) == 1:
         return Alone()
-    return Ranks(group, timeout=timeout, sharded=sharded)
+    return Ranks(group, timeout=timeout, sharded=sharded, parallel=parallel)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

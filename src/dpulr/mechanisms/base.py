@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dpulr.accounting.events import Release
+from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import count
 from dpulr.model.forward import Forward
@@ -117,6 +118,13 @@ class FittedMechanism(ABC, Generic[Public]):
         """
         flat: Tensor = total.double()
         return on_grid(flat.add_(noise, alpha=self.noise_std / math.sqrt(self.shares)), self.noise_std, self.shares)
+
+    def split_passes(self, rank: int, size: int) -> None:
+        """From now on, compute only this rank's part of what is summed, for every record of the batch."""
+        raise InvalidArgument(
+            f"parallel='passes' is for hidden-direction: {type(self).__name__} bounds what all passes of a record say together, "
+            "and what single ones say must not leave its process. Use parallel='records'."
+        )
 
     @abstractmethod
     def gradients(self, values: Tensor, public: Public, into: Gradients) -> None:

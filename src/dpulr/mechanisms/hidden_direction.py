@@ -179,6 +179,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
+        self._own_repeats, self._owns_exact = settings.repeats, True
         self._bounds = self._site_bounds()
         self._overlaps = self._site_overlaps()
         for group in self.layout.hidden_groups:
@@ -200,11 +201,17 @@ class FittedHiddenDirection(SitewiseMechanism):
                 parts[i].fill_(mean_overlap(dim))
         return overlaps
 
+    def split_passes(self, rank: int, size: int) -> None:
+        """A part of the repeats, whose mean over all ranks is still bounded; rank 0 has the exact layer."""
+        if size > self.settings.repeats:
+            raise InvalidArgument(f"parallel='passes' shares {self.settings.repeats} repeats among {size} ranks: some have none.")
+        self._own_repeats, self._owns_exact = len(range(rank, self.settings.repeats, size)), rank == 0
+
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
         if self.hidden:
             self._add_hidden(clean, public, directions, parts)
-        if self.layout.exact is not None:
+        if self.layout.exact is not None and self._owns_exact:
             site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
             scale = (WITH_MARGIN * self.weights[-1] / site.norms(call, signal)).clamp(max=1)
             site.add(call, signal, scale, parts[-1], precise=self.precise)
@@ -253,7 +260,7 @@ class FittedHiddenDirection(SitewiseMechanism):
             while stop < end and self.chunks.replays(sum(self._group_bytes[start : stop + 1]), records):
                 stop += 1
             room = sum(self._group_bytes[start:stop])
-            yield range(start, stop), list(self.chunks.repeats(room, records, self.settings.repeats))
+            yield range(start, stop), list(self.chunks.repeats(room, records, self._own_repeats))
             start = stop
 
     def difference(self, clean: Clean, groups: range, z: list[Tensor], public: Bases) -> Tensor:
