@@ -51,7 +51,7 @@ class PlainView:
     def begin(self, about: Mapping[str, Any]) -> None:
         self.about = about
         self.line(headline(about))
-        for note in about["notes"]:
+        for note in about.get("notes", ()):
             self.line(note)
         self.line(f"steps {about['steps_taken']} of {about['planned_steps']}; the run is in {about['folder']}")
 
@@ -184,7 +184,7 @@ class LiveView(PlainView):
         table.add_row("held-out loss", Text(loss, style="bold"), spark([h["test_loss"] for h in self.history]))
         paid = spent(last.get("epsilon", 0.0), self.about) + (f" at step {last['step']}" if last else "")
         table.add_row("privacy spent", Text(paid, style="bold magenta"), self.budget(last))
-        said = [Text(line, style="dim") for line in [headline(self.about), *self.about["notes"]]]
+        said = [Text(line, style="dim") for line in [headline(self.about), *self.about.get("notes", ())]]
         parts: list[Any] = [*said, self.bar, table]
         if self.marked:
             parts.append(self.marked)
