@@ -25,8 +25,8 @@ from reproduction.run import Result, Run
 
 EPOCHS, DELTA, RECORDS = 25, 1e-5, 60_000
 SEEDS = 3
-HIDDEN, DPSGD = "hidden-direction", "opacus"
-NAMES = {HIDDEN: "hidden-direction", DPSGD: "DP-SGD (Opacus)"}
+HIDDEN, GRADIENT, DPSGD = "hidden-direction", "gradient", "opacus"
+NAMES = {HIDDEN: "hidden-direction", GRADIENT: "gradient", DPSGD: "DP-SGD (Opacus)"}
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,12 @@ _MLP = {
         2_000,
         {0.06: 0.02, 0.113: 0.03, 0.244: 0.06, 0.8: 0.2, 2.6: 0.4, 7.26: 0.6},
     ),
+    GRADIENT: Method({math.inf: {}}, 1_000, {0.06: 0.01, 0.113: 0.015, 0.244: 0.03, 0.8: 0.1, 2.6: 0.3, 7.26: 0.4, 18.6: 0.5}),
     DPSGD: Method({math.inf: {}}, 1_000, {0.06: 0.01, 0.113: 0.015, 0.244: 0.03, 0.8: 0.1, 2.6: 0.3, 7.26: 0.4, 18.6: 0.5}),
 }
 _RESNET = {  # one direction per record and layer is what a processor affords
     HIDDEN: Method({math.inf: {"repeats": 1, "radius": 0.1, "last_layer": "exact", **_ONE_SIDED}}, 500, {3.0: 0.5, 8.0: 0.8}),
+    GRADIENT: Method({math.inf: {}}, 500, {3.0: 1.0, 8.0: 2.0}),
     DPSGD: Method({math.inf: {"mode": "hooks", "physical_batch": 32}}, 500, {3.0: 1.0, 8.0: 2.0}),
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpulr import models
 
@@ -25,3 +26,27 @@ def torch_start(seed: int) -> nn.Module:
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
     return model
+
+
+class Steps(nn.Module):
+    """A box in numpy that knows 0 and 1 only: no gradient passes it, and a small change mostly changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy((x.numpy() > 0).astype(np.float32)).to(x.device)
+
+
+def stepped(seed: int) -> nn.Module:
+    """Convolutions on both sides of a box: the layer before it can't be trained by backpropagation, the others can."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 5, stride=2, padding=2),
+            Steps(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.AvgPool2d(2, ceil_mode=True),
+            nn.Flatten(),
+            nn.Linear(256, 10),
+        )

@@ -48,6 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "space": "auto",
         "subspace": None,
     },
+    "gradient": {"max_grad_norm": 1.0, "clipping": "joint", "layer_weights": None},
     "zeroth-order": {"radius": 1e-3, "directions": "normal", "max_grad_norm": 1.0},
     "opacus": {"max_grad_norm": 1.0, "mode": "ghost", "physical_batch": None},
     "paper": {"max_grad_norm": 1.0},

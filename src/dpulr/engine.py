@@ -6,11 +6,13 @@ before the step that would exceed the target epsilon.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -36,6 +38,7 @@ from dpulr.plan import Plan, Request, Sampling
 from dpulr.randomness import RandomSource
 
 Batch = tuple[Any, Any]
+_LOG = logging.getLogger("dpulr")
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class PrivacyEngine:
             void=source.reason_for_none,
         )
         self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
+        self.mechanism = self.mechanism.settled(self.forward)
         self._agree(
             loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
         )
@@ -154,6 +158,9 @@ class PrivacyEngine:
             start = {name: getattr(self.plan, name) for name in fixed}
             self.use_ledger(lambda: ledger_at(Path(ledger), planned_steps=self.plan.steps, **start))
         self._check_mechanism_from_outside(memory_limit, seed)
+        if _LOG.isEnabledFor(logging.INFO) and self.ranks.rank == 0:
+            for note in self.notes:
+                _LOG.info(note)
         if self.plan.public_size is not None and not self.plan.event.reasons and self.ranks.rank == 0:
             for sentence in accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size):
                 warnings.warn(sentence, stacklevel=2)
@@ -247,6 +254,15 @@ class PrivacyEngine:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = self._gradient_of.get(parameter)
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a user should know of this mechanism on this model, in sentences. Found on synthetic records, so all is public."""
+        self._watch.check()
+        with warnings.catch_warnings(action="ignore"), self.forward.checked_mode():
+            found = self.mechanism.notes(self.forward)
+        self._watch.accept()  # it tries other weights, and puts them back
+        return found
 
     # --- privacy ------------------------------------------------------------------------------------------------------
     @property

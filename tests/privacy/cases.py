@@ -34,6 +34,8 @@ MECHANISMS = [
     _HIDDEN(groups=2, space="weight"),
     _HIDDEN(last_layer=_EXACT),
     _HIDDEN(last_layer=_EXACT, groups=1, subspace=2),
+    _HIDDEN(exact="auto"),
+    _HIDDEN(exact="auto", repeats=2, antithetic=True, space="weight"),
     _HIDDEN(space="weight"),
     _HIDDEN(space="weight", subspace=None, repeats=2),
     _HIDDEN(subspace=2),

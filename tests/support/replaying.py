@@ -178,8 +178,8 @@ class Replaying(RandomSource):
         forward, passes = engine.forward, engine.forward.passes
         clean, pass_clean, pass_losses = forward.clean, passes.clean, passes.losses
 
-        def announced(inputs: Any, targets: Any) -> Any:
-            return _Announced(clean(inputs, targets), self.own_directions)
+        def announced(*args: Any) -> Any:
+            return _Announced(clean(*args), self.own_directions)
 
         def noted_clean(inputs: Any, targets: Any) -> Any:
             self.draws.rows = keys_of(inputs)

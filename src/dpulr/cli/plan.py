@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     MakeRelease = Callable[[float], Release]
 
 _SETTINGS = (
-    *("dataset", "model", "mechanism", "repeats", "batch_size", "epochs", "steps"),
+    *("dataset", "model", "mechanism", "repeats", "exact", "batch_size", "epochs", "steps"),
     *("target_epsilon", "target_delta", "noise_multiplier", "rejection_threshold"),
 )
 
@@ -131,8 +131,10 @@ def _layers(release: Release, noise_multiplier: float) -> dict[str, list[float]]
     sites = getattr(release, "sites", ())
     if not sites:
         return {}
+    exact = getattr(release, "gaussian", ())
     return {
         "dims": [site.dim for site in sites],
         "weights": [noise_multiplier / site.noise_ratio for site in sites],
         "repeats": [site.repeats for site in sites],
+        **({"weight of the exact part": [noise_multiplier / ratio for ratio in exact]} if exact else {}),
     }

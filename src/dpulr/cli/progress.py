@@ -54,6 +54,8 @@ class PlainView:
     def begin(self, about: Mapping[str, Any]) -> None:
         self.about = about
         self.line(headline(about))
+        for note in about.get("notes", ()):
+            self.line(note)
         self.line(f"steps {about['steps_taken']} of {about['planned_steps']}; the run is in {about['folder']}")
 
     def step(self, step: int) -> None:
@@ -195,7 +197,8 @@ class LiveView(PlainView):
         table.add_row("held-out loss", Text(loss, style="bold"), spark([h["test_loss"] for h in self.history]))
         paid = spent(last.get("epsilon", 0.0), self.about) + (f" at step {last['step']}" if last else "")
         table.add_row("privacy spent", Text(paid, style="bold magenta"), self.budget(last))
-        parts: list[Any] = [Text(headline(self.about), style="dim"), self.bar, table]
+        said = [Text(line, style="dim") for line in [headline(self.about), *self.about.get("notes", ())]]
+        parts: list[Any] = [*said, self.bar, table]
         if self.marked:
             parts.append(self.marked)
         return Panel(Group(*parts), title="dpulr train", subtitle=str(self.about.get("folder", "")), border_style="cyan")

@@ -75,6 +75,14 @@ class Mechanism(ABC):
     def passes(self, sites: Sequence[Site]) -> int | None:
         """Forward passes of a batch per step, those from a layer on included. None: they vary from step to step."""
 
+    def settled(self, forward: Forward) -> Mechanism:
+        """The same settings with what they leave to the model filled in. It is tried on synthetic records: nothing private."""
+        return self
+
+    def notes(self, forward: Forward) -> list[str]:
+        """What a user should know of these (settled) settings on this model, in sentences. Public."""
+        return []
+
     @abstractmethod
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedMechanism[Any]:
         """The mechanism tied to a model and to a plan."""
@@ -132,13 +140,26 @@ class FittedMechanism(ABC, Generic[Public]):
 
 
 class SitewiseMechanism(FittedMechanism[Bases]):
-    """A fitted mechanism whose release has a part for each site, in the site's public subspace."""
+    """A fitted mechanism whose release has a part for each site, in the site's public subspace.
+
+    `backward_to` are the sites at whose outputs a backward pass gives the gradient.
+    """
+
+    backward_to: Sequence[int] = ()
 
     def __init__(
-        self, forward: Forward, plan: Plan, *, noise_std: float, subspace: int | None, memory_limit: int | None, seed: int
+        self,
+        forward: Forward,
+        plan: Plan,
+        *,
+        noise_std: float,
+        memory_limit: int | None,
+        seed: int,
+        subspace: int | None = None,
+        sites: Sequence[Site] | None = None,
     ) -> None:
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
-        self.sites = [site.within(subspace) for site in forward.sites]
+        self.sites = [site.within(subspace) for site in forward.sites] if sites is None else list(sites)
         self.noise_std, self.divisor = noise_std, plan.expected_batch_size
         self.precise = plan.expected_batch_size > PRECISE_ABOVE
         self.size = sum(self.part_sizes)
@@ -156,7 +177,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
         for chunk in self.chunks.records(batch):
             directions.expect(self.draws(count(chunk[1])))
-            for clean in self.forward.clean(*chunk):
+            for clean in self.forward.clean(*chunk, self.backward_to):
                 if self.precise or clean.records > SUMMED_TOGETHER:
                     self.add(clean, public, directions, self.parts(total))
                 else:

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dpulr import validate
 from dpulr.accounting.events import GaussianRelease
 from dpulr.errors import InvalidArgument, ModelRefused
-from dpulr.mechanisms.base import WITH_MARGIN, Batch, Mechanism, SitewiseMechanism, WorstCase
-from dpulr.model.batches import copied, count, row
-from dpulr.model.equal_rows import EqualRows
+from dpulr.mechanisms.base import WITH_MARGIN, Mechanism, SitewiseMechanism, WorstCase
+from dpulr.mechanisms.exact_part import ExactPart
+from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
-from dpulr.model.rescue import each_alone, together_or_apart
-from dpulr.model.sites import SUMMED_TOGETHER, Bases, Site, Space
+from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
 Clipping = Literal["joint", "per-layer", "normalised"]
 _STABILITY = 0.01  # of "normalised": what keeps short gradients short
+_ADVICE = (
+    "Use mechanism='hidden-direction', which needs no gradient; with exact='auto' it takes exact ones where they exist "
+    "(HiddenDirection(exact='auto'))."
+)
 
 
 @dataclass(frozen=True)
@@ -75,27 +77,17 @@ class Gradient(Mechanism):
 class FittedGradient(SitewiseMechanism):
     def __init__(self, settings: Gradient, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
         noise_std = plan.noise_multiplier * settings.max_grad_norm
-        super().__init__(forward, plan, noise_std=noise_std, subspace=None, memory_limit=memory_limit, seed=seed)
+        super().__init__(forward, plan, noise_std=noise_std, memory_limit=memory_limit, seed=seed)
         self.settings = settings
         self.bounds = self._layer_bounds()
-        self._check_gradients()
-
-    def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Tensor:
-        total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
-        for chunk in self.chunks.records(batch):
-            for part in self.clipped_sums(*chunk):
-                total += part
-        return total
+        self.backward_to = range(len(self.sites))
+        refusal = backward_refusal(forward, self.backward_to)
+        if refusal is not None:
+            raise ModelRefused(f"{refusal}. {_ADVICE}")
 
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        raise NotImplementedError("gradients come with their clean pass: see add_clipped.")
-
-    def add_clipped(self, clean: Clean, signals: list[Tensor], parts: list[Tensor]) -> None:
-        """Add the records' clipped gradients to the sites' parts of the release."""
-        norms = torch.stack([site.norms(call, signal) for site, call, signal in zip(self.sites, clean.calls, signals, strict=True)])
-        scales = self.clip_factors(norms)
-        for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
-            site.add(call, signal, scale, part, precise=self.precise)
+        exact = ExactPart(self.sites, clean, self.backward_to)
+        exact.add(self.clip_factors(exact.norms), parts, precise=self.precise)
 
     def clip_factors(self, norms: Tensor) -> Tensor:
         """(sites, records): what each record's gradients are multiplied by, given their norms (sites, records)."""
@@ -104,70 +96,6 @@ class FittedGradient(SitewiseMechanism):
         bounds = WITH_MARGIN * self.bounds.unsqueeze(1)
         factors: Tensor = bounds / (norms + _STABILITY) if self.settings.clipping == "normalised" else (bounds / norms).clamp(max=1)
         return factors
-
-    def clipped_sums(self, inputs: Any, targets: Any) -> list[Tensor]:
-        """The sum of the clipped gradients: of all records; or of each alone, where that raises or the model reads values."""
-
-        def apart() -> list[Tensor]:
-            found: list[Tensor] = []
-            each_alone(range(count(targets)), lambda i: found.append(self._clipped_sum(*row((inputs, targets), i))))
-            return found
-
-        if self.forward.recordwise:
-            return apart()
-        return together_or_apart(lambda: [self._clipped_sum(inputs, targets)], apart, lambda: self.forward.check_alive([0]))
-
-    def _clipped_sum(self, inputs: Any, targets: Any) -> Tensor:
-        clean, signals = self._backward(inputs, targets)
-        few = clean.records <= SUMMED_TOGETHER and not self.precise
-        precision = self.dtype if few else torch.float64
-        total = torch.zeros(self.size, device=self.device, dtype=precision)
-        self.add_clipped(clean, signals, self.parts(total))
-        return total
-
-    # --- the backward pass --------------------------------------------------------------------------------------------
-    def _backward(self, inputs: Any, targets: Any) -> tuple[Clean, list[Tensor]]:
-        with torch.inference_mode(False), torch.enable_grad():
-            clean = self.forward.passes.clean(*self._differentiable((inputs, targets)))
-            outputs = [call.output for call in clean.calls]
-            slopes = torch.autograd.grad(clean.losses.sum(), outputs, allow_unused=True)
-        signals = [torch.zeros_like(output) if slope is None else slope for output, slope in zip(outputs, slopes, strict=True)]
-        return clean.detached(), [
-            site.signal_of(call, signal) for site, call, signal in zip(self.sites, clean.calls, signals, strict=True)
-        ]
-
-    @staticmethod
-    def _differentiable(batch: Batch) -> Batch:
-        """A batch that was made without gradients, as torch.inference_mode does, copied."""
-        made_without = any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves(batch))
-        return copied(batch) if made_without else batch
-
-    def _check_gradients(self) -> None:
-        """A gradient must reach every site, and a record's must not depend on the others. Tried on synthetic records."""
-        advice = "Use mechanism='hidden-direction', which needs no gradient."
-        probe, records = self.forward.probe, count(self.forward.probe[1])
-        alone = [self._slopes(row(probe, i), advice) for i in range(records)]
-        for site, slope in zip(self.sites, alone[0], strict=True):
-            if slope is None:
-                raise ModelRefused(f"no gradient reaches {site.label}: something behind it can't be differentiated. {advice}")
-        if self.forward.recordwise:
-            return
-        together = self._slopes(probe, advice)
-        for index, site in enumerate(self.sites):
-            parts = torch.cat([one[index] for one in alone if one[index] is not None])
-            if not torch.allclose(
-                together[index], parts, rtol=1e-4, atol=1e-6 * max(1.0, float(parts.abs().max())), equal_nan=True
-            ):
-                raise ModelRefused(f"the backward pass mixes records: what reaches {site.label} depends on the batch. {advice}")
-
-    def _slopes(self, batch: Batch, advice: str) -> Any:
-        """Gradients at the outputs of all sites; None where there is none. All rows draw the same random numbers."""
-        with torch.inference_mode(False), torch.enable_grad(), EqualRows(count(batch[1])):
-            try:
-                clean = self.forward.passes.clean(*self._differentiable(batch))
-                return torch.autograd.grad(clean.losses.sum(), [call.output for call in clean.calls], allow_unused=True)
-            except Exception as problem:
-                raise ModelRefused(f"the model can't be differentiated: {problem} {advice}") from problem
 
     def _layer_bounds(self) -> Tensor:
         """C for every layer; if clipped per layer, C_l with sum C_l^2 = C^2, in proportion to the weights."""

@@ -10,26 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dpulr import validate
-from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
+from dpulr.accounting.events import HiddenDirectionRelease
 from dpulr.accounting.small_signal import mean_overlap
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
-from dpulr.mechanisms.layer_budget import LayerCost, balanced
+from dpulr.mechanisms.exact_part import ExactPart, exact_notes, settle_exact
+from dpulr.mechanisms.layout import Layout
+from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean, Move, Shift
-from dpulr.model.sites import Bases, OutputSite, Site, Space
+from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
 _EXACT_STEP = 1e-2
-_MOST_EXACT = 1_000
 _LEAST_KAPPA = 1e-30  # well within float32: nothing is divided by zero
 
 
@@ -43,6 +43,8 @@ class HiddenDirection(Mechanism):
     antithetic     True compares a direction with its opposite; False with the clean pass: half the passes per direction
     kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
     last_layer     "exact" takes the last layer's gradient by differences at its few outputs, clipped and noised as a Gaussian part
+    exact          layers whose gradient one backward pass takes, clipped jointly and noised as a Gaussian part of the same release:
+                   their names, or "auto": those whose gradient by autograd is that of the loss. "none": no backward passes
     groups         None perturbs layer by layer; a number makes so many groups of neighbouring layers, each with one joint direction
                    and one pass: the cost of a step then grows with the depth, not with its square
     subspace       directions hide in a public subspace of m dimensions per layer ("auto": 4 per repeat, at least 16); None: in all
@@ -57,6 +59,7 @@ class HiddenDirection(Mechanism):
     subspace: int | Literal["auto"] | None = "auto"
     antithetic: bool = False
     groups: int | None = None
+    exact: Literal["none", "auto"] | tuple[str, ...] = "none"
     name: ClassVar[str] = "hidden-direction"
 
     def __post_init__(self) -> None:
@@ -75,6 +78,24 @@ class HiddenDirection(Mechanism):
             if isinstance(self.layer_weights, str):
                 raise InvalidArgument(f"layer_weights is {self.layer_weights!r}; it must be 'auto' or a number for each layer.")
             object.__setattr__(self, "layer_weights", tuple(self.layer_weights))
+        self._check_exact()
+
+    def _check_exact(self) -> None:
+        if isinstance(self.exact, str):
+            validate.one_of("exact", self.exact, ("none", "auto"))
+        elif not isinstance(self.exact, Sequence) or not all(isinstance(name, str) for name in self.exact):
+            raise InvalidArgument(f"exact is {self.exact!r}; it must be 'none', 'auto' or a list of layers' names.")
+        else:
+            object.__setattr__(self, "exact", tuple(dict.fromkeys(self.exact)) or "none")
+        if self.exact != "none" and self.last_layer == "exact":
+            raise InvalidArgument("give exact= or last_layer='exact', not both: the last layer would be exact twice.")
+
+    @property
+    def exact_names(self) -> tuple[str, ...]:
+        """The layers that take exact gradients by a backward pass."""
+        if self.exact == "auto":
+            raise InvalidArgument("exact='auto' means something for a model only: call settled(forward) first.")
+        return () if self.exact == "none" else self.exact
 
     @property
     def kept_dims(self) -> int | None:
@@ -86,11 +107,17 @@ class HiddenDirection(Mechanism):
 
     def layout(self, sites: Sequence[Site]) -> Layout:
         """Which sites share a direction, each site in its public subspace."""
-        return Layout(self, [site.within(self.kept_dims) for site in sites])
+        return Layout(self, sites)
+
+    def settled(self, forward: Forward) -> HiddenDirection:
+        return settle_exact(self, forward)
+
+    def notes(self, forward: Forward) -> list[str]:
+        return exact_notes(self, forward)
 
     def passes(self, sites: Sequence[Site]) -> int:
         layout = self.layout(sites)
-        exact = 0 if layout.exact is None else 2 * layout.dims[layout.exact]
+        exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.dims[layout.exact]
         return 1 + (2 if self.antithetic else 1) * self.repeats * len(layout.hidden_groups) + exact
 
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
@@ -102,80 +129,17 @@ class HiddenDirection(Mechanism):
         return WorstCase(cls(subspace=None))
 
 
-class Layout:
-    """Which sites share a direction, and what that releases. Public: it depends on shapes and settings only.
-
-    groups  the sites that share a direction, first to last: one each, or several neighbours; an exact last layer stays alone
-    dims    the dimensions of each group's direction
-    exact   the number of the exact group, if there is one
-    """
-
-    def __init__(self, settings: HiddenDirection, sites: Sequence[Site]) -> None:
-        self.settings, self.sites = settings, sites
-        if settings.last_layer == "exact":
-            self._check_exact()
-        self.groups = self._groups()
-        self.dims = [sum(sites[i].dim for i in group) for group in self.groups]
-        self.exact = len(self.groups) - 1 if settings.last_layer == "exact" else None
-        self.hidden_groups = self.groups if self.exact is None else self.groups[:-1]
-        if settings.layer_weights != "auto":
-            self._check_weights(settings.layer_weights)
-
-    def _groups(self) -> list[range]:
-        exact = self.settings.last_layer == "exact"
-        hidden = len(self.sites) - exact
-        count = hidden if self.settings.groups is None else self.settings.groups
-        if count > hidden:
-            raise InvalidArgument(f"groups is {count}, but there are only {hidden} layers to share among them.")
-        borders = [round(g * hidden / count) for g in range(count + 1)] if count else [0]
-        groups = [range(*pair) for pair in pairwise(borders)]
-        return [*groups, range(hidden, len(self.sites))] if exact else groups
-
-    def release(self, noise_multiplier: float) -> HiddenDirectionRelease:
-        ratios = [noise_multiplier / weight for weight in self.weights(noise_multiplier)]
-        repeats = self.settings.repeats
-        hidden = tuple(HiddenSite(self.dims[g], ratios[g], repeats) for g in range(len(self.hidden_groups)))
-        exact = () if self.exact is None else (ratios[self.exact],)
-        return HiddenDirectionRelease(hidden, exact, numbers=sum(site.size for site in self.sites))
-
-    def weights(self, noise_multiplier: float) -> tuple[float, ...]:
-        """The bound C of each group."""
-        if self.settings.layer_weights != "auto":
-            return tuple(float(weight) for weight in self.settings.layer_weights)
-        guesses = [math.sqrt(sum(self.sites[i].fan_in for i in group) / len(group)) for group in self.groups]
-        costs = [
-            LayerCost.exact(gradient) if g == self.exact else LayerCost.hidden(dim, self.settings.repeats, gradient)
-            for g, (dim, gradient) in enumerate(zip(self.dims, guesses, strict=True))
-        ]
-        return balanced(costs, noise_multiplier or 1.0)
-
-    def label(self, group: range) -> str:
-        return " + ".join(self.sites[i].label for i in group)
-
-    def _check_exact(self) -> None:
-        site = self.sites[-1]
-        if not isinstance(site, OutputSite) or site.full_dim > _MOST_EXACT:
-            raise ModelRefused(
-                f"last_layer='exact' needs a last layer with an output space of at most {_MOST_EXACT} numbers; {site.label} "
-                f"has {site.full_dim} in {site.space} space. Use last_layer='hidden'."
-            )
-
-    def _check_weights(self, weights: tuple[float, ...]) -> None:
-        if len(weights) != len(self.groups) or not all(math.isfinite(w) and w > 0 for w in weights):
-            names = ", ".join(self.label(group) for group in self.groups)
-            raise InvalidArgument(
-                f"layer_weights must be {len(self.groups)} positive numbers, one each for {names}; got {weights}."
-            )
-
-
 class FittedHiddenDirection(SitewiseMechanism):
     def __init__(self, settings: HiddenDirection, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
-        super().__init__(
-            forward, plan, noise_std=plan.noise_multiplier, subspace=settings.kept_dims, memory_limit=memory_limit, seed=seed
-        )
-        self.settings, self.layout = settings, Layout(settings, self.sites)
+        self.settings, self.layout = settings, settings.layout(forward.sites)
+        std = plan.noise_multiplier
+        super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, sites=self.layout.sites)
+        self.backward_to = self.layout.backward_to
+        refusal = backward_refusal(forward, self.backward_to) if self.backward_to else None
+        if refusal is not None:
+            raise ModelRefused(f"exact={settings.exact_names}: {refusal}. Leave it out of exact, or say exact='auto'.")
         self.weights = self.layout.weights(plan.noise_multiplier)
-        self.hidden = range(self.layout.hidden_groups[-1].stop if self.layout.hidden_groups else 0)  # sites that hide directions
+        self.hidden = [i for group in self.layout.hidden_groups for i in group]  # sites that hide directions
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
@@ -212,13 +176,21 @@ class FittedHiddenDirection(SitewiseMechanism):
         if self.hidden:
             self._add_hidden(clean, public, directions, parts)
         if self.layout.exact is not None and self._owns_exact:
-            site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
-            scale = (WITH_MARGIN * self.weights[-1] / site.norms(call, signal)).clamp(max=1)
-            site.add(call, signal, scale, parts[-1], precise=self.precise)
+            self._add_exact(clean, public, parts)
+
+    def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor]) -> None:
+        bound = WITH_MARGIN * self.weights[-1]
+        if self.backward_to:
+            exact = ExactPart(self.sites, clean, self.backward_to)
+            norms = torch.linalg.vector_norm(exact.norms, dim=0)
+            exact.add((bound / norms).clamp(max=1).expand_as(exact.norms), parts, precise=self.precise)
+            return
+        site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
+        site.add(call, signal, (bound / site.norms(call, signal)).clamp(max=1), parts[-1], precise=self.precise)
 
     def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
         gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
-        scales = (self._bounds / gains).nan_to_num_(0, 0, 0)
+        scales = dict(zip(self.hidden, (self._bounds / gains).nan_to_num_(0, 0, 0), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
         estimates = self.estimates(clean, public, directions)
         for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
@@ -272,7 +244,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         repeats = losses.shape[1] // 2
         return losses[:, :repeats] - losses[:, repeats:]
 
-    def move(self, clean: Clean, group: range, z: Tensor, public: Bases) -> Move:
+    def move(self, clean: Clean, group: Sequence[int], z: Tensor, public: Bases) -> Move:
         """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
         length = self.settings.radius * math.sqrt(z.shape[2])
         deltas = [
@@ -286,7 +258,7 @@ class FittedHiddenDirection(SitewiseMechanism):
             moved, rest = first.moved(call, deltas[0]), deltas[1:]
         return Move(group[0], moved, [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], rest, strict=True)])
 
-    def _shares(self, group: range, signal: Tensor) -> tuple[Tensor, ...]:
+    def _shares(self, group: Sequence[int], signal: Tensor) -> tuple[Tensor, ...]:
         """What each site of a group has of a vector."""
         if len(group) == 1:
             return (signal,)
@@ -312,7 +284,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         slope = torch.cat(slopes).t()
         return torch.where(torch.isfinite(slope), slope, 0)
 
-    def _check_order(self, group: range) -> None:
+    def _check_order(self, group: Sequence[int]) -> None:
         """All layers of a group must lie behind its first one, or they would not be moved. Tried on synthetic records."""
         passes = self.forward.passes
         with torch.inference_mode():

@@ -12,9 +12,11 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from dpulr.model.batches import count, row
+from dpulr.model.batches import copied, count, row
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.rescue import each_alone, together_or_apart
 from dpulr.model.sites import Site
@@ -56,15 +58,26 @@ class Forward:
             for module, training in changed:
                 module.training = not training
 
-    def clean(self, inputs: Any, targets: Any) -> list[Clean]:
+    def clean(self, inputs: Any, targets: Any, backward_to: Sequence[int] = ()) -> list[Clean]:
         """Clean passes over the records for which they don't raise: one for all; or one per record, where the joint pass raises.
 
         A model that reads values sees one record at a time anyway: what it does with one says nothing about the next.
+        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`).
         """
+
+        def run(inputs: Any, targets: Any) -> Clean:
+            if not backward_to:
+                return self.passes.clean(inputs, targets)
+            clean, slopes = self.differentiated((inputs, targets), backward_to)
+            clean.slopes = [
+                torch.zeros_like(clean.calls[i].output) if slope is None else slope
+                for i, slope in zip(backward_to, slopes, strict=True)
+            ]
+            return clean
 
         def apart() -> list[Clean]:
             found: list[Clean] = []
-            each_alone(range(count(targets)), lambda i: found.append(self.passes.clean(*row((inputs, targets), i))))
+            each_alone(range(count(targets)), lambda i: found.append(run(*row((inputs, targets), i))))
             return found
 
         if self.recordwise:
@@ -72,7 +85,18 @@ class Forward:
             if not alone and count(targets):
                 self.check_alive([0])
             return alone
-        return together_or_apart(lambda: [self.passes.clean(inputs, targets)], apart, lambda: self.check_alive([0]))
+        return together_or_apart(lambda: [run(inputs, targets)], apart, lambda: self.check_alive([0]))
+
+    def differentiated(self, batch: tuple[Any, Any], indices: Sequence[int]) -> tuple[Clean, list[Tensor | None]]:
+        """A clean pass, and by one backward pass the gradients at the outputs of these layers; None where none arrives."""
+        with self.passes.recorded(indices):
+            made_without = any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves(batch))
+            clean = self.passes.clean(*(copied(batch) if made_without else batch))
+            outputs = [clean.calls[i].output for i in indices]
+            if not clean.losses.requires_grad:
+                return clean.detached(), [None] * len(outputs)
+            slopes = torch.autograd.grad(clean.losses.sum(), outputs, allow_unused=True)
+        return clean.detached(), list(slopes)
 
     def losses(self, clean: Clean, index: int, moved: Tensor) -> Tensor:
         """(repeats, records) losses when the output of one site is `moved` (repeats, records, *out)."""

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from dpulr.errors import StepError
 from dpulr.model.batches import call_on_copy, tile
 from dpulr.model.layers import Call
+from dpulr.model.layers.base import without_history
 from dpulr.model.losses import LossFunction, quick
 from dpulr.model.scratch import NO_SCRATCH, Scratch
 from dpulr.model.sites import Site
@@ -50,7 +51,7 @@ class Move(NamedTuple):
 
 @dataclass
 class Clean:
-    """One clean pass over a batch: a loss per record, and each layer's call."""
+    """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs."""
 
     inputs: Any
     targets: Any
@@ -58,6 +59,7 @@ class Clean:
     calls: list[Call]
     output: Any
     values: dict[fx.Node, Any] = field(default_factory=dict)
+    slopes: list[Tensor] = field(default_factory=list)
     _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     @property
@@ -65,8 +67,10 @@ class Clean:
         return self.losses.shape[0]
 
     def detached(self) -> Clean:
-        """Losses and calls without their history."""
-        return Clean(self.inputs, self.targets, self.losses.detach(), [call.detached() for call in self.calls], None)
+        """The same without its history."""
+        output, values = without_history((self.output, list(self.values.values())))
+        kept = dict(zip(self.values, values, strict=True))
+        return Clean(self.inputs, self.targets, self.losses.detach(), [call.detached() for call in self.calls], output, kept)
 
     def tiled_inputs(self, repeats: int) -> Any:
         return self._repeated("inputs", self.inputs, repeats)
@@ -137,6 +141,26 @@ class Passes(ABC):
         if waiting:
             names = ", ".join(self.layers[index].label for index in sorted(waiting))
             raise StepError(f"{names} was not run in a pass that was to move it.")
+
+    @contextmanager
+    def recorded(self, indices: Sequence[int]) -> Iterator[None]:
+        """While it lasts, autograd records what follows the outputs of these layers, and nothing else: no weight gets a gradient.
+
+        So whatever lies before them may be a box that takes no tensor with a history.
+        """
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def mark(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return output if output.requires_grad else output.detach().requires_grad_().clone()  # no leaf: it may be overwritten
+
+        try:
+            for parameter in trained:
+                parameter.requires_grad_(False)
+            with torch.inference_mode(False), torch.enable_grad(), hooks([(self.layers[i].module, mark) for i in indices]):
+                yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
 
     def call(self, index: int, args: Any, kwargs: Any, output: Tensor) -> Call:
         return Call(args, kwargs, output, self.marks[index])

@@ -67,6 +67,9 @@ def make_mechanism(settings: Settings) -> Mechanism:
     defaults = {item.name: item.default for item in fields(kind)}  # type: ignore[arg-type]
     if "repeats" in defaults and settings.repeats is not None:
         options.setdefault("repeats", settings.repeats)
+    if settings.exact is not None:
+        words = settings.exact.split(",")
+        options.setdefault("exact", words[0] if words[0] in ("auto", "none") and len(words) == 1 else tuple(words))
     for name, value in options.items():
         if name not in defaults:
             raise UsageError(f"{settings.mechanism} has no setting {name!r}; it has {', '.join(defaults)}.")

@@ -32,6 +32,7 @@ def overview(settings: Settings, engine: PrivacyEngine, ledger: DiskLedger, fold
         "target_epsilon": ledger.budget,
         "delta": engine.target_delta,
         "guarantee": engine.guarantee,
+        "notes": engine.notes,
     }
 
 

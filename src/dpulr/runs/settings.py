@@ -61,6 +61,9 @@ class Settings:
         "hidden-direction", "hidden-direction, gaussian, gradient or zeroth-order; paper (nominal only); or package.module:name."
     )
     repeats: int | None = _option(8, "Perturbations per record, layer and step.", _at_least(1))
+    exact: str | None = _option(
+        None, "hidden-direction: layers that take exact gradients by a backward pass: auto, none, or their names, by commas."
+    )
     batch_size: int = _option(2_000, "Expected size of a batch.", _at_least(1))
     epochs: float = _option(10.0, "How often a record is seen on average.", validate.positive)
     steps: int | None = _option(None, "Number of steps, instead of --epochs.", _at_least(1))

@@ -59,7 +59,7 @@ class Call:
 
     def detached(self) -> Call:
         """The same call without its history."""
-        args, kwargs, output = pytree.tree_map(_detached, (self.args, self.kwargs, self.output))
+        args, kwargs, output = without_history((self.args, self.kwargs, self.output))
         return Call(args, kwargs, output, self.per_record)
 
     def without(self, bad: Tensor) -> Call:
@@ -73,8 +73,9 @@ class Call:
         return Call(args, kwargs, self.output, self.per_record)
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def without_history(values: Any) -> Any:
+    """The same values, of which autograd remembers nothing."""
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
 
 
 class LayerRule:
