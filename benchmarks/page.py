@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks import results, time_to_accuracy
 from benchmarks.bench import FOUR, GHOST, HOOKS, ONE, PLAIN
+from reproduction.certified import epsilon_of
 from reproduction.pages import table
 
 COLORS = {PLAIN: "#8a8a8a", GHOST: "#c8553d", HOOKS: "#e0a458", ONE: "#1f6fb4"}
@@ -18,6 +19,7 @@ def parts() -> dict[str, str]:
     found = results.read()
     start = found["start"]
     return {
+        "time": time_at_equal_accuracy(found.get("time_to_accuracy", {})),
         "ratios": ratios(found["seconds_a_step"]),
         "steps": steps(found["seconds_a_step"]),
         "memory": memory(found["memory"]),
@@ -39,6 +41,23 @@ def paper_cost() -> str:
         rows.append([row["model"], f"{row['K']}", f"{row['batch']}", *milliseconds])
     heads = ["model", "K", "batch", "all", *found["paper_step"][0]["parts"]]
     return f"{table(['batch 500', 'ms per step', 'DP-ULR takes so many times as long'], beside)}\n\n{table(heads, rows)}"
+
+
+def time_at_equal_accuracy(known: dict[str, Any]) -> str:
+    """CPU seconds of the shortest training that reaches the paper's accuracy, by method and epsilon."""
+    rows = []
+    for batch, sigma0 in time_to_accuracy.SETTINGS:
+        epsilon, wanted = epsilon_of(batch, sigma0), time_to_accuracy.target(batch, sigma0)
+        cells = []
+        for method in time_to_accuracy.METHODS:
+            curve = time_to_accuracy.curve(known, method, epsilon)
+            reached = [point for point in curve if point[2] >= wanted]
+            if reached:
+                cells.append(f"{reached[0][1]:.1f} s ({reached[0][0]} epochs, {reached[0][2]:.1%})")
+            else:
+                cells.append(f"not in {curve[-1][0]} epochs ({max(point[2] for point in curve):.1%})" if curve else "-")
+        rows.append([f"{epsilon:.2f}", f"{wanted:.1%}", *cells])
+    return table(["epsilon", "accuracy to reach", *time_to_accuracy.METHODS], rows)
 
 
 def ratios(times: dict[str, dict[str, float]]) -> str:
@@ -93,6 +112,8 @@ def draw(images: Path) -> None:
     found = results.read()
     draw_steps(found["seconds_a_step"], images / "performance-steps.png")
     draw_growth(found["growth"], images / "performance-growth.png")
+    if "time_to_accuracy" in found:
+        draw_time(found["time_to_accuracy"], images / "performance-time.png")
 
 
 def draw_steps(times: dict[str, dict[str, float]], picture: Path) -> None:
@@ -114,6 +135,27 @@ def draw_steps(times: dict[str, dict[str, float]], picture: Path) -> None:
     axis.legend(frameon=False, fontsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+    figure.savefig(picture, dpi=130)
+    plt.close(figure)
+
+
+def draw_time(known: dict[str, Any], picture: Path) -> None:
+    """Accuracy against CPU seconds: every point is a whole private run."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, len(time_to_accuracy.SETTINGS), figsize=(14, 3.6), layout="constrained")
+    colors = dict(zip(time_to_accuracy.METHODS, ("#1f6fb4", "#2a9d6f", "#c8553d", "#8a8a8a"), strict=True))
+    for axis, (batch, sigma0) in zip(axes, time_to_accuracy.SETTINGS, strict=True):
+        epsilon = epsilon_of(batch, sigma0)
+        for method, color in colors.items():
+            curve = time_to_accuracy.curve(known, method, epsilon)
+            axis.plot([p[1] for p in curve], [100 * p[2] for p in curve], "o-", color=color, label=method, markersize=4)
+        axis.axhline(100 * time_to_accuracy.target(batch, sigma0), color="#444444", linewidth=0.8, linestyle=":")
+        axis.semilogx()
+        axis.set_title(f"epsilon {epsilon:.2f}", fontsize=9)
+        axis.set_xlabel("CPU seconds")
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("test accuracy, %")
+    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(picture, dpi=130)
     plt.close(figure)
 

@@ -18,6 +18,7 @@ from dpulr import accounting
 from dpulr.accounting.planning import steps_of
 from dpulr.runs import loading
 from dpulr.runs.settings import Settings
+from dpulr.scores import score
 from reproduction.run import Progress
 
 Mode = Literal["ghost", "hooks"]
@@ -132,7 +133,7 @@ def train(settings: Settings, progress: Progress) -> dict[str, Any]:
         "steps": steps,
         "sample_rate": rate,
         "noise_multiplier": noise,
-        "test_accuracy": dpulr.evaluate(model, test_set),
+        **score(model, test_set).figures(),
         "seconds": round(seconds, 2),
         "version": dpulr.__version__,
         "torch": torch.__version__,

@@ -396,9 +396,6 @@ def test_threads_read_only_where_the_data_set_allows_it() -> None:
     threaded.thread_safe = True
     assert same(every(Subset(threaded, range(200))), expected)
     assert len(seen - {threading.get_ident()}) > 1
-    seen.clear()
-    assert same(every(threaded, num_workers=0), expected)
-    assert seen == {threading.get_ident()}
 
 
 # --- arrays ---------------------------------------------------------------------------------------------------------------
@@ -467,25 +464,7 @@ def test_nothing_costs_time_or_memory_of_the_data_set(tmp_path: Path) -> None:
     for data in (Billion(), ArrayDataset(column, column)):
         for view in (data, Subset(data, range(10**9)), Subset(Subset(data, range(0, 10**9, 2)), range(5 * 10**8))):
             records = Records(view, CPU)
-            assert records.all_targets() is None
             assert len(records.take(np.array([3, 499_999_999]))[1]) == 2
-
-
-# --- targets --------------------------------------------------------------------------------------------------------------
-def test_targets_are_found_without_reading_items() -> None:
-    y = torch.arange(6)
-    assert torch.equal(Records(TensorDataset(y, y), CPU).all_targets(), y)
-    assert torch.equal(Records(Subset(TensorDataset(y, y), [1, 2]), CPU).all_targets(), y[1:3])
-    assert Records(ArrayDataset(y.numpy(), y.numpy()), CPU).all_targets().tolist() == y.tolist()
-    data = Items([(torch.zeros(1), 0)] * 3)
-    assert Records(data, CPU).all_targets() is None
-    data.targets = torch.tensor([0, 1, 2])  # as torchvision has it
-    assert Records(data, CPU).all_targets().tolist() == [0, 1, 2]
-    data.targets = [0, 1, 2.5]  # one of them would decide over the type of all
-    assert Records(data, CPU).all_targets() is None
-    data.targets, data.target_transform = torch.tensor([1, 2, 3]), lambda target: target - 1
-    assert Records(data, CPU).all_targets() is None
-    assert set(data.reads) == {0}
 
 
 # --- refusals at the start ------------------------------------------------------------------------------------------------

@@ -70,3 +70,19 @@ def test_a_record_that_cannot_be_read_is_named() -> None:
 def test_targets_that_are_no_labels_are_described() -> None:
     with pytest.raises(InvalidArgument, match=r"whole number; got outputs of shape \(4, 3\) and targets that are torch.float32"):
         dpulr.evaluate(nn.Linear(3, 3), TensorDataset(torch.zeros(4, 3), torch.zeros(4)))
+
+
+def test_calibration_by_hand() -> None:
+    """Four records with two confidences: 0.9 and right once in two, 0.6 and right always."""
+    outputs = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.6, 0.4], [0.6, 0.4]]).log()
+    found = score(nn.Identity(), TensorDataset(outputs, torch.tensor([0, 0, 0, 0])), batch_size=3)
+    assert found.calibration_error == pytest.approx((abs(1.8 - 1) + abs(1.2 - 2)) / 4)
+    assert found.brier == pytest.approx((2 * 0.1**2 + 2 * 0.9**2 + 2 * 2 * 0.4**2) / 4)
+
+
+def test_calibration_at_the_ends_of_the_bins() -> None:
+    """Certain answers fall into the last bin; their calibration error is the share of wrong ones."""
+    outputs = 1000 * torch.eye(3)[[0, 1, 2, 2]]
+    found = score(nn.Identity(), TensorDataset(outputs, torch.tensor([0, 1, 2, 0])))
+    assert found.calibration_error == pytest.approx(0.25) == 1 - found.accuracy
+    assert found.figures()["test_calibration_error"] == found.calibration_error

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr import accounting, audit, data, mechanisms, models, runs
+    from dpulr import accounting, audit, data, mechanisms, models, runs, sklearn
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
@@ -38,6 +38,7 @@ _HOME = {
     "mechanisms": "dpulr.mechanisms",
     "models": "dpulr.models",
     "runs": "dpulr.runs",
+    "sklearn": "dpulr.sklearn",
 }
 __all__ = [
     "BlackBox",
@@ -57,6 +58,7 @@ __all__ = [
     "mechanisms",
     "models",
     "runs",
+    "sklearn",
 ]
 
 

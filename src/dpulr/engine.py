@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -22,17 +22,18 @@ from dpulr import accounting, validate
 from dpulr.accounting.disk_ledger import ledger_at
 from dpulr.accounting.events import Charge, Unaccounted
 from dpulr.accounting.statement import Guarantee
+from dpulr.distributed import join
+from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
 from dpulr.model.batches import copied
 from dpulr.model.losses import LossFunction
-from dpulr.model.prepare import check_labels, prepare
+from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
 from dpulr.plan import Plan, Request, Sampling
 from dpulr.randomness import RandomSource
-from dpulr.records import Records
 
 Batch = tuple[Any, Any]
 
@@ -54,8 +55,13 @@ class PrivacyEngine:
     size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
     `schema` is an example of a record, whose shapes and types all others must have (default: the first record's; they are public).
     `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
-    it holds counts as spent. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
+    it holds counts as spent. `num_workers` processes read records one step ahead where they are not rows of tensors or arrays; that
+    step is charged then. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
     audit); like `insecure_noise_seed`, it voids the guarantee.
+
+    Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
+    each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own. `rank_timeout` is how many
+    seconds a rank waits for another.
     """
 
     def __init__(
@@ -84,8 +90,13 @@ class PrivacyEngine:
         replay: Literal["auto", "trace", "hook"] = "auto",
         schema: tuple[Any, Any] | None = None,
         ledger: str | Path | None = None,
+        num_workers: int = 0,
+        process_group: Any = None,
+        sharded: bool = False,
+        rank_timeout: float = 300.0,
     ) -> None:
-        source = _source(insecure_noise_seed, randomness)
+        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded)
+        source = _source(insecure_noise_seed, randomness, self.ranks.rank)
         validate.whole_number("seed", seed, 0)
         if memory_limit is not None:
             validate.whole_number("memory_limit", memory_limit)
@@ -93,9 +104,9 @@ class PrivacyEngine:
         self.model, self.optimizer = model, optimizer
         find_layers(model)  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
-        self.records = Records(dataset, device, schema=schema)
+        self.records = gathered_records(dataset, device, schema, self.ranks, num_workers=num_workers)
         request = Request(
-            records=self.records.size,
+            records=sum(self.ranks.gathered(self.records.size)) if sharded else self.records.size,
             batch_size=batch_size,
             expected_batch_size=expected_batch_size,
             sample_rate=sample_rate,
@@ -110,15 +121,19 @@ class PrivacyEngine:
             void=source.reason_for_none,
         )
         self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
-        check_labels(self.forward, self.records.all_targets(), self.records.example)
-        self.plan: Plan = self.mechanism.plan(request, self.forward.sites)
+        self._agree(loss_fn, request, {"seed": seed, "replay": replay, "insecure_noise_seed": insecure_noise_seed})
+        self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
-        self.run, self._reasons = secrets.token_hex(8), list[str]()
+        if self.ranks.size > 1:
+            check_shareable(self.fitted, request)
+            self.fitted.shares = self.ranks.size
+        self.run, self._reasons = self.ranks.shared(lambda: secrets.token_hex(8)), list[str]()
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
         self._sampler = self.plan.sampler()
         self._batch_rng, self._noise = source.batches(), source.noise(self.fitted.size)
-        self._directions, self._model_randomness = source.directions(device, self.forward.dtype), source.model_randomness
+        self._directions = source.directions(device, self.forward.dtype)
+        self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
         self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
         self._gradient_of = {
             parameter: buffers[name]
@@ -128,10 +143,11 @@ class PrivacyEngine:
         self._observers: list[Callable[[Released], None]] = []
         self._own: Batch = ((), ())
         self._current: Batch | None = None
+        self._ahead: Callable[[], Batch] | None = None
         if ledger is not None:
             fixed = ("noise_multiplier", "rejection_threshold", "target_epsilon", "target_delta")
             start = {name: getattr(self.plan, name) for name in fixed}
-            self.use_ledger(ledger_at(Path(ledger), planned_steps=self.plan.steps, **start))
+            self.use_ledger(lambda: ledger_at(Path(ledger), planned_steps=self.plan.steps, **start))
         self._check_mechanism_from_outside(memory_limit, seed)
         if self.plan.public_size is not None and not self.plan.event.reasons:
             for sentence in accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size):
@@ -142,11 +158,14 @@ class PrivacyEngine:
         """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
         while self.steps_taken < end:
+            self._watch.check()
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
-                self._charge()
-                sampler = self._sampler.with_threshold(self.plan.at(self.steps_taken).rejection_threshold)
-                self._own = self.records.take(sampler.draw(self.records.size, self._batch_rng))
+                waiting, self._ahead = self._ahead or self._drawn(), None
+                with self._reading_randomness() if self.records.runs_user_code else nullcontext():
+                    self._own = waiting()
                 self._current = copied(self._own)
+                if self.records.read_ahead and self.ledger.steps < end:
+                    self._ahead = self._drawn()
             yield self._current
             if self._current is not None:
                 raise StepError(
@@ -161,7 +180,7 @@ class PrivacyEngine:
         with self._computing():
             public = self.fitted.draw_public(number)
             total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
-            values = self.fitted.privatise(total, self._noise.draw().to(self.forward.device))
+            values = self.ranks.sum(self.fitted.privatise(total, self._noise.draw().to(self.forward.device)))
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
             self.fitted.gradients(values, public, self._gradients)
@@ -191,11 +210,15 @@ class PrivacyEngine:
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
 
-    def _charge(self) -> None:
-        """Charge the next step: before its records are read, and before anything is drawn for it."""
-        self._watch.check()
-        event = self.plan.at(self.steps_taken).event
-        self.ledger.append(Unaccounted(self._reasons[0]) if self._reasons else event)
+    def _drawn(self) -> Callable[[], Batch]:
+        """The next batch, to be waited for. The step is charged before anything is drawn for it, and before a record is read."""
+        step = self.plan.at(self.ledger.steps)
+        for reason in self.ranks.meet(self._reasons, self.ledger.steps, self.forward.parameters()):
+            self._void(reason)
+        event = Unaccounted(self._reasons[0]) if self._reasons else step.event
+        self.ranks.charged(lambda: self.ledger.append(event))
+        sampler = self._sampler.with_threshold(step.rejection_threshold)
+        return self.records.start(self.ranks.rows(sampler, self.records.size, self._batch_rng))
 
     def _taken(self, inputs: Any, targets: Any) -> Batch:
         """The engine's own copy of the current batch, if that is what was given; it is used up by that.
@@ -223,8 +246,8 @@ class PrivacyEngine:
     # --- privacy ------------------------------------------------------------------------------------------------------
     @property
     def steps_taken(self) -> int:
-        """Steps that are charged, but for the one whose batch waits for `step`."""
-        return self.ledger.steps - (self._current is not None)
+        """Steps that are charged, but for those whose batches wait for `step` or are read ahead."""
+        return self.ledger.steps - (self._current is not None) - (self._ahead is not None)
 
     @property
     def planned_steps(self) -> int:
@@ -272,6 +295,22 @@ class PrivacyEngine:
         if not public:
             self._void("parameters were changed to values that are not public")
         self._watch.accept()
+
+    def _agree(self, loss_fn: LossFunction, request: Request, settings: dict[str, Any]) -> None:
+        """All ranks have the same model and the same settings, or nothing begins."""
+        if self.ranks.size > 1:
+            self.ranks.agree(
+                facts(
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    loss_fn=loss_fn,
+                    mechanism=self.mechanism,
+                    request=request,
+                    records=self.records,
+                    ranks=self.ranks,
+                    settings=settings,
+                )
+            )
 
     def _check_mechanism_from_outside(self, memory_limit: int | None, seed: int) -> None:
         """A mechanism that is none of the package's own is tried before it is believed."""
@@ -324,17 +363,21 @@ class PrivacyEngine:
                     "engine goes on counting."
                 )
             self.run = run or self.run
-            self.use_ledger(_largest(self.run, accounting.Ledger.from_dict(state["ledger"])))
+            self.use_ledger(lambda: _largest(self.run, accounting.Ledger.from_dict(state["ledger"])))
         for reason in state.get("reasons", ()):
             self._void(str(reason))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._watch.accept()
 
-    def use_ledger(self, ledger: accounting.Ledger) -> None:
-        """Charge the steps to this ledger, one on disk for example. What it holds counts as spent."""
+    def use_ledger(self, given: accounting.Ledger | Callable[[], accounting.Ledger]) -> None:
+        """Charge the steps to this ledger, one on disk for example. What it holds counts as spent.
+
+        Of several ranks, rank 0 keeps it (only there a function that opens it is called), and the others copy what it holds.
+        """
         if self.ledger.steps > 0:
             raise StepError(f"this engine has charged {self.ledger.steps} steps that the other ledger does not hold.")
+        ledger = self.ranks.kept(given if callable(given) else lambda: given)
         unaccounted = [charge.step.reason for charge in ledger.charges if isinstance(charge.step, Unaccounted)]
         if unaccounted and self.target_epsilon is not None and not isinstance(self.plan.event, Unaccounted):
             raise BudgetError(f"no target_epsilon can be met on top of a ledger without a guarantee: {unaccounted[0]}.")
@@ -353,9 +396,10 @@ def _largest(run: str, ledger: accounting.Ledger) -> accounting.Ledger:
     return ledger if known is None or known.steps < ledger.steps else known
 
 
-def _source(insecure_noise_seed: int | None, randomness: RandomSource | None) -> RandomSource:
+def _source(insecure_noise_seed: int | None, randomness: RandomSource | None, rank: int = 0) -> RandomSource:
     if insecure_noise_seed is not None:
         if randomness is not None:
             raise InvalidArgument("give insecure_noise_seed or randomness, not both.")
         validate.whole_number("insecure_noise_seed", insecure_noise_seed, 0)
+        insecure_noise_seed += rank << 64  # each rank draws its own
     return RandomSource(insecure_noise_seed) if randomness is None else randomness

@@ -48,3 +48,7 @@ class PrivacyRefusal(RunError):
 
 class Interrupted(RunError):
     """Ctrl-C or SIGTERM; what was trained so far is saved."""
+
+
+class RankLost(RunError):
+    """A process of a run on several died, hangs or does something else. The message names it."""

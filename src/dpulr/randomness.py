@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import secrets
 import weakref
 import zlib
@@ -56,8 +57,13 @@ class RandomSource:
         return GaussianNoise(size, self.numpy("noise"))
 
     def model_randomness(self, device: torch.device) -> AbstractContextManager[None]:
-        """While it lasts, what a model draws by itself is secret. With an insecure seed: torch's own generators, as they are."""
-        return secret_model_randomness(device) if self.insecure_seed is None else nullcontext()
+        """While it lasts, what a model draws by itself is secret. With an insecure seed: the global generators, as they are."""
+        return secret_global_generators(device, _for_models(os.getpid())) if self.insecure_seed is None else nullcontext()
+
+    def reading_randomness(self) -> AbstractContextManager[None]:
+        """The same for what a data set draws while it is read. It may seed numpy's generator, for a record say: not the user's."""
+        own = np.random.MT19937(secrets.randbits(256)) if self.insecure_seed is None else None
+        return nullcontext() if own is None else secret_global_generators(_CPU, own)
 
 
 class SecretGenerator(np.random.Generator):
@@ -202,28 +208,44 @@ class GaussianNoise:
         return torch.from_numpy(self._ahead.take(self.size))
 
 
+_CPU = torch.device("cpu")
 _TWISTER_WORDS, _TWISTER_OFFSET = 624, 24
 _TWISTER_TEMPLATE = torch.Generator().manual_seed(0).get_state()
 
 
 @contextmanager
-def secret_model_randomness(device: torch.device) -> Iterator[None]:
-    """Whatever a model draws (dropout, noise layers) comes from a fresh secret state; torch's own generators are put back after.
+def secret_global_generators(device: torch.device, numpy_bits: np.random.BitGenerator) -> Iterator[None]:
+    """Whatever a model or a data set draws from the global generators (torch's, numpy's, Python's) is secret while it lasts.
 
-    On the CPU all 624 words of its generator are the operating system's; an accelerator's generator takes a seed of 64 bits.
+    After that they go on where they were. All 624 words of torch's CPU generator are the operating system's, as Python's are; an
+    accelerator's generator takes a seed of 64 bits.
     """
-    before = torch.default_generator.get_state()
+    before, numpy_before, python_before = (
+        torch.default_generator.get_state(),
+        np.random.mtrand.get_bit_generator(),
+        random.getstate(),
+    )
     elsewhere = None if device.type == "cpu" else torch.get_device_module(device)
     there = None if elsewhere is None else elsewhere.get_rng_state(device)
     try:
         torch.default_generator.set_state(secret_torch_state())
+        np.random.mtrand.set_bit_generator(numpy_bits)
+        random.seed()
         if elsewhere is not None:
             elsewhere.manual_seed(secrets.randbits(63))
         yield
     finally:
         torch.default_generator.set_state(before)
+        np.random.mtrand.set_bit_generator(numpy_before)
+        random.setstate(python_before)
         if elsewhere is not None:
             elsewhere.set_rng_state(there, device)
+
+
+@lru_cache(maxsize=1)
+def _for_models(process: int) -> np.random.BitGenerator:
+    """What numpy's global functions draw from during a step. It can't be seeded: a model that tries is told so."""
+    return _fresh()
 
 
 def secret_torch_state() -> Tensor:

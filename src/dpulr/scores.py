@@ -21,13 +21,28 @@ from dpulr.records import Records
 Scorer = nn.Module | Callable[[Any], Any]
 
 
+_BINS = 15
+
+
 @dataclass(frozen=True)
 class Scores:
-    """confusion[i][j]: how many records of class i were given class j."""
+    """How good the answers are, and the probabilities beside them.
+
+    loss               mean cross-entropy
+    brier              mean squared distance of the probabilities from the true class (0 to 2)
+    calibration_error  how far confidence and accuracy lie apart: the mean over 15 bins of confidence, weighted by their records
+    confusion          confusion[i][j]: how many records of class i were given class j
+    """
 
     accuracy: float
     loss: float
+    brier: float
+    calibration_error: float
     confusion: tuple[tuple[int, ...], ...]
+
+    def figures(self) -> dict[str, float]:
+        """The single numbers, under the names that results of runs have for them."""
+        return {f"test_{name}": getattr(self, name) for name in ("accuracy", "loss", "brier", "calibration_error")}
 
     def classes(self) -> list[dict[str, float | int | None]]:
         """Per class: number of records, recall, precision (None where nothing can be said)."""
@@ -47,9 +62,9 @@ def evaluate(model: nn.Module, dataset: Dataset[Any], *, batch_size: int = 2_000
 
 
 def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> Scores:
-    """Accuracy, mean cross-entropy and confusion. A callable that is no module gets and returns numpy arrays."""
+    """Accuracy, loss, calibration and confusion. A callable that is no module gets and returns numpy arrays."""
     records = Records(dataset, _device(model))
-    loss, table = 0.0, np.zeros((0, 0), dtype=np.int64)
+    loss, brier, table, bins = 0.0, 0.0, np.zeros((0, 0), dtype=np.int64), np.zeros(_BINS)
     with _evaluating(model), torch.inference_mode():
         for start in range(0, records.size, batch_size):
             inputs, targets = _read(records, np.arange(start, min(start + batch_size, records.size)))
@@ -58,9 +73,26 @@ def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> S
             _check_finite(inputs, outputs, records.size)
             table = _grown(table, outputs.shape[1])
             np.add.at(table, (targets.cpu().numpy(), outputs.argmax(1).cpu().numpy()), 1)
-            loss += float(nn.functional.cross_entropy(outputs.double(), targets.long(), reduction="sum"))
+            outputs, targets = outputs.double(), targets.long()
+            loss += float(nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+            brier += _squared_distance(outputs, targets)
+            bins += _overconfidence(outputs, targets)
     confusion = tuple(tuple(int(n) for n in row) for row in table)
-    return Scores(int(table.trace()) / records.size, loss / records.size, confusion)
+    right, size = int(table.trace()), records.size
+    return Scores(right / size, loss / size, brier / size, float(np.abs(bins).sum()) / size, confusion)
+
+
+def _squared_distance(outputs: Tensor, targets: Tensor) -> float:
+    truth = nn.functional.one_hot(targets, outputs.shape[1])
+    return float((outputs.softmax(1) - truth).square().sum())
+
+
+def _overconfidence(outputs: Tensor, targets: Tensor) -> np.ndarray:
+    """For each bin of confidence: the sum over its records of confidence less 1 if right, 0 if wrong."""
+    confidence, answer = outputs.softmax(1).max(1)
+    which = (confidence * _BINS).ceil().clamp(1, _BINS).long() - 1
+    gap = confidence - (answer == targets).double()
+    return np.asarray(torch.zeros(_BINS, dtype=torch.float64, device=gap.device).index_add_(0, which, gap).cpu())
 
 
 def _read(records: Records, rows: np.ndarray) -> tuple[Any, Any]:

@@ -60,14 +60,22 @@ def test_a_report_says_it_all_and_needs_nothing(finished: Path, run_cli: Cli) ->
     assert run_cli("report", finished).code == 0
     text = (finished / "report.html").read_text()
     parser = checked(text)
-    assert parser.tags.count("svg") == 5
+    assert parser.tags.count("svg") == 6
     ledger = DiskLedger.open(finished, ledger_digest((finished / "config.json").read_bytes()))
     result = json.loads((finished / "result.json").read_text())
     assert result["planned_epsilon"] == result["epsilon"]
     assert "epsilon of all planned steps" not in text
     for promised in (
         str(accounting.privacy_spent(ledger.charges, 1e-5, public_size=result["public_size"], schema=result["schema"])),
-        *("Held-out accuracy", "Held-out loss", "Epsilon spent", "Privacy profile", "Where the time went"),
+        *(
+            "Held-out accuracy",
+            "Held-out loss",
+            "Expected calibration error",
+            "Brier score",
+            "Epsilon spent",
+            "Privacy profile",
+            "Where the time went",
+        ),
         *("tests.support.small_job:data", "torch"),
     ):
         assert promised in unescape(text)

@@ -15,7 +15,7 @@ def evaluate(
     dataset: Annotated[str | None, typer.Option(help="Another data set, whose test part is used.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with the confusion matrix.")] = False,
 ) -> None:
-    """Accuracy and a table by class, of the model in a run, on held-out data."""
+    """Accuracy, loss, calibration and a table by class, of the model in a run, on held-out data."""
     from dpulr.runs.loading import load
 
     scores = load(run).score(dataset)
@@ -26,4 +26,7 @@ def evaluate(
     for row in scores.classes():
         recall, precision = ("-" if row[key] is None else f"{row[key]:.2%}" for key in ("recall", "precision"))
         print(f"{row['class']:>7} {row['records']:>8} {recall:>8} {precision:>10}")
-    print(f"accuracy {scores.accuracy:.2%}   loss {scores.loss:.4f}")
+    print(
+        f"accuracy {scores.accuracy:.2%}   loss {scores.loss:.4f}   Brier score {scores.brier:.4f}   "
+        f"expected calibration error {scores.calibration_error:.4f}"
+    )

@@ -94,6 +94,8 @@ class FittedMechanism(ABC, Generic[Public]):
     size: int
     noise_std: float = math.nan
     """Standard deviation of the noise on every number of the release; NaN where it differs between them."""
+    shares: int = 1
+    """Processes that each add a share of the noise to a sum of their own. The release is then the sum of what they privatise."""
 
     @property
     def part_sizes(self) -> list[int]:
@@ -109,9 +111,12 @@ class FittedMechanism(ABC, Generic[Public]):
         """The sum over the batch of the records' signals, each within its bound."""
 
     def privatise(self, total: Any, noise: Tensor) -> Tensor:
-        """Here noise is added. What comes out may be seen by everybody. `noise` is standard normal, in float64."""
+        """Here noise is added. What comes out may be seen by everybody. `noise` is standard normal, in float64.
+
+        Of several shares, each adds its part of the variance; their sum is the release.
+        """
         flat: Tensor = total.double()
-        return on_grid(flat.add_(noise, alpha=self.noise_std), self.noise_std)
+        return on_grid(flat.add_(noise, alpha=self.noise_std / math.sqrt(self.shares)), self.noise_std, self.shares)
 
     @abstractmethod
     def gradients(self, values: Tensor, public: Public, into: Gradients) -> None:
@@ -174,11 +179,15 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         return list(flat.split_with_sizes(self.part_sizes))
 
 
-def on_grid(values: Tensor, noise_std: float) -> Tensor:
-    """Round in place to a public grid, 2^-10 of the noise: the low bits of a float64 sum would tell what was summed (section 9)."""
+def on_grid(values: Tensor, noise_std: float, shares: int = 1) -> Tensor:
+    """Round in place to a public grid, 2^-10 of the noise: the low bits of a float64 sum would tell what was summed (section 9).
+
+    For shares the grid is coarser by a power of two, sqrt(shares) or the next: then all of them together err no more than one.
+    """
     if noise_std == 0:
         return values
-    spacing = 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS)
+    coarser = ((shares - 1).bit_length() + 1) // 2
+    spacing = 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS + coarser)
     return values.div_(spacing).round_().mul_(spacing)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,17 +16,6 @@ from torch.utils import _pytree as pytree
 from dpulr.model.trained_layers import Layer, is_layer, refuse_calls
 
 _IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
-
-
-@contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """torch.fx leaves constant tensors as attributes of what it traces; graph modules made of it have copies by then."""
-    before = set(vars(model))
-    try:
-        yield
-    finally:
-        for name in set(vars(model)) - before:
-            delattr(model, name)
 
 
 class Untraceable(Exception):

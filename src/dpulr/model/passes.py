@@ -19,6 +19,7 @@ from dpulr.errors import StepError
 from dpulr.model.batches import call_on_copy, tile
 from dpulr.model.layers import Call
 from dpulr.model.losses import LossFunction, quick
+from dpulr.model.scratch import NO_SCRATCH, Scratch
 from dpulr.model.sites import Site
 from dpulr.model.trained_layers import Layer
 
@@ -81,10 +82,15 @@ class Clean:
 
 
 class Passes(ABC):
-    """`marks` are empty only while a model is probed; calls then don't say which arguments carry records."""
+    """`marks` are empty only while a model is probed; calls then don't say which arguments carry records.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, layers: list[Layer], marks: Marks = ()) -> None:
-        self.model, self.loss_fn, self.layers = model, quick(loss_fn), layers
+    `scratch` is what a pass writes into the model: every pass finds it as it was, and leaves it so.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, layers: list[Layer], marks: Marks = (), *, scratch: Scratch = NO_SCRATCH
+    ) -> None:
+        self.model, self.loss_fn, self.layers, self.scratch = model, quick(loss_fn), layers, scratch
         self.marks = marks or ((),) * len(layers)
 
     @abstractmethod
@@ -99,7 +105,7 @@ class Passes(ABC):
         """(repeats, records) losses of passes through the whole model with all sites shifted, and the inputs that they saw."""
         repeats, records = shifts[0].delta.shape[:2]
         seen: dict[int, Tensor] = {}
-        with self.shifted(shifts, seen):
+        with self.scratch.fresh(), self.shifted(shifts, seen):
             output = call_on_copy(self.model, clean.tiled_inputs(repeats))
         losses = self.loss_fn(output, clean.tiled_targets(repeats)).view(repeats, records)
         return losses, [seen[shift.site_index] for shift in shifts]

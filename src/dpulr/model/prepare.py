@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpulr import validate
-from dpulr.errors import DataError, InvalidArgument, ModelRefused
-from dpulr.model.batches import call_model, synthetic, tile
+from dpulr.errors import InvalidArgument, ModelRefused
+from dpulr.model.batches import call_on_copy, synthetic
 from dpulr.model.black_box import stand_ins
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
@@ -27,6 +27,7 @@ from dpulr.model.passes import Marks, Move, Passes
 from dpulr.model.quantised import refuse_observers
 from dpulr.model.replay import TracedPasses
 from dpulr.model.row_independence import check_rows, other_weights
+from dpulr.model.scratch import Scratch
 from dpulr.model.sites import OutputSite, Site, Space, WeightSite, make_site
 from dpulr.model.trained_layers import Layer, find_layers, model_as_one_layer, with_enclosing_module
 from dpulr.model.value_reads import observe
@@ -36,6 +37,7 @@ _PROBE_SIZES = (2, 3)
 _SEED = 20_240_301  # public: only synthetic inputs depend on it
 _CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
 Probe = tuple[Any, Any]
+Whole = Callable[..., HookedPasses]
 
 
 def prepare(
@@ -68,11 +70,11 @@ def _prepare(
 ) -> Forward:
     layers = find_layers(model)
     seen = observe(model, loss_fn, example, device)
-    check_rows(model, loss_fn, example, device, seen=seen)
+    scratch = check_rows(model, loss_fn, example, device, seen=seen)
     recordwise = seen.reads is not None
     generator = torch.Generator().manual_seed(_SEED)
     probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
-    kind = RecordwisePasses if recordwise else HookedPasses
+    kind: Whole = partial(RecordwisePasses if recordwise else HookedPasses, scratch=scratch)
     if recordwise and _skips_layers(kind(model, loss_fn, layers), probes):
         layers = model_as_one_layer(model)
     layers, marks = _with_plain_outputs(kind, model, loss_fn, layers, probes)
@@ -89,24 +91,6 @@ def _prepare(
     return _finished(passes, probes, space)
 
 
-def check_labels(forward: Forward, targets: Tensor | None, example: tuple[Any, Any]) -> None:
-    """Whole-number targets must be such that the loss accepts them. Which labels exist is part of the schema, like shapes are."""
-    if targets is None or targets.is_floating_point() or targets.dim() != 1:
-        return
-    labels = torch.unique(targets)
-    inputs, _ = synthetic(example, 1, torch.Generator().manual_seed(0), forward.device)
-    with torch.inference_mode():
-        output = call_model(forward.model, inputs)
-        shapes = [tuple(leaf.shape[1:]) for leaf in pytree.tree_leaves(output)]
-        try:
-            forward.loss_fn(tile(output, len(labels)), labels.to(forward.device))
-        except (IndexError, RuntimeError, ValueError) as problem:
-            raise DataError(
-                f"the loss function does not accept the data set's labels, from {int(labels.min())} to {int(labels.max())}, with "
-                f"the model's output of shape {shapes} per record: {problem}"
-            ) from problem
-
-
 # --- which layers, which way to run them --------------------------------------------------------------------------------
 def _skips_layers(passes: Passes, probes: list[Probe]) -> bool:
     """Whether a branch leaves out a layer, or runs it twice: then only the whole model is called just once for every record."""
@@ -120,7 +104,7 @@ def _skips_layers(passes: Passes, probes: list[Probe]) -> bool:
 
 
 def _with_plain_outputs(
-    kind: type[HookedPasses], model: nn.Module, loss_fn: LossFunction, layers: list[Layer], probes: list[Probe]
+    kind: Whole, model: nn.Module, loss_fn: LossFunction, layers: list[Layer], probes: list[Probe]
 ) -> tuple[list[Layer], Marks]:
     """Layers that return one tensor with a row per record. One that does not (recurrent, say) gives way to the module around it."""
     while True:
@@ -154,9 +138,11 @@ def _traced_if_possible(whole: HookedPasses, probes: list[Probe], method: str, *
     if method == "hook":
         return whole
     try:
-        traced = TracedPasses(whole.model, whole.loss_fn, whole.layers, whole.marks, probes)
+        traced = TracedPasses(whole.model, whole.loss_fn, whole.layers, whole.marks, probes, scratch=whole.scratch)
         with other_weights(whole.model.parameters(), keep=1.0):
             _verify(traced, whole, probes[1], draws=draws)
+            if whole.scratch.places:
+                _verify_from_other_state(traced, whole, probes[1], draws=draws)
     except Untraceable as problem:
         if method == "trace":
             raise InvalidArgument(f"the model can't be traced: {problem}") from problem
@@ -174,6 +160,7 @@ def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
         for i, (layer, call) in enumerate(zip(passes.layers, small.calls, strict=True)):
             _refuse_half(layer, call)
             site = make_site(layer, call.output.shape[1:], space, call)
+            site.rule.scratch = passes.scratch
             if isinstance(site, WeightSite):
                 _check_weights(site, call)
             if is_foreign(site.rule):
@@ -271,6 +258,18 @@ def _verify(traced: TracedPasses, whole: HookedPasses, probe: Probe, *, draws: b
             ]
             if not all(torch.allclose(a, b, **_CLOSE) for a, b in pairs):
                 raise Untraceable(f"replaying it from {traced.layers[i].label} does not give the losses of the whole model")
+
+
+def _verify_from_other_state(traced: TracedPasses, whole: HookedPasses, probe: Probe, *, draws: bool) -> None:
+    """A graph leaves out what a forward pass does to reset its state: it must not matter what that was."""
+    start = whole.scratch
+    with torch.inference_mode(), start.fresh():
+        call_on_copy(whole.model, probe[0])
+        traced.scratch = whole.scratch = Scratch(start.places)
+        try:
+            _verify(traced, whole, probe, draws=draws)
+        finally:
+            traced.scratch = whole.scratch = start
 
 
 def _check_alignment(passes: Passes, probe: Probe) -> None:

@@ -14,7 +14,6 @@ from dpulr.model.graph import (
     Suffix,
     Tiling,
     Untraceable,
-    attributes_restored,
     clean_program,
     layer_nodes,
     suffix,
@@ -22,6 +21,7 @@ from dpulr.model.graph import (
 )
 from dpulr.model.losses import LossFunction
 from dpulr.model.passes import Clean, Marks, Move, Passes, no_losses
+from dpulr.model.scratch import NO_SCRATCH, Scratch
 from dpulr.model.trained_layers import Layer
 
 
@@ -29,12 +29,19 @@ class TracedPasses(Passes):
     """The model as a graph (torch.fx). Two probes of different size show how clean values grow with the batch."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, layers: list[Layer], marks: Marks, probes: Sequence[tuple[Any, Any]]
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        layers: list[Layer],
+        marks: Marks,
+        probes: Sequence[tuple[Any, Any]],
+        *,
+        scratch: Scratch = NO_SCRATCH,
     ) -> None:
-        super().__init__(model, loss_fn, layers, marks)
+        super().__init__(model, loss_fn, layers, marks, scratch=scratch)
         if any(layer.module is model for layer in layers):
             raise Untraceable("the model itself holds the parameters")
-        with attributes_restored(model):
+        with Scratch.of(model).fresh():  # tracing leaves constants, and what the forward pass writes, as attributes
             self.graph = trace(model, probes[0][0], [layer.module for layer in layers])
             self.nodes = layer_nodes(self.graph, layers)
             self._suffixes: dict[tuple[int, ...], Suffix] = {
@@ -58,7 +65,8 @@ class TracedPasses(Passes):
         return self._suffixes[indices]
 
     def clean(self, inputs: Any, targets: Any) -> Clean:
-        output, kept, found = call_model(self.program, inputs)
+        with self.scratch.fresh():
+            output, kept, found = call_model(self.program, inputs)
         calls = [self.call(i, *call) for i, call in enumerate(found)]
         return Clean(inputs, targets, self.loss_fn(output, targets), calls, output, dict(zip(self.keep, kept, strict=True)))
 
@@ -70,7 +78,7 @@ class TracedPasses(Passes):
             return torch.cat([self.losses(clean, [move]) for move in moves])
         part = self.suffix(tuple(move.site_index for move in moves))
         operands = [Operand(clean.values[node], self.tilings[node]) for node in part.operands]
-        with self.shifted(moves[0].also):
+        with self.scratch.fresh(), self.shifted(moves[0].also):
             output = part.program(repeats, *[move.moved.flatten(0, 1) for move in moves], *operands)
         losses = self.loss_fn(output, clean.tiled_targets(len(moves) * repeats)).view(len(moves), repeats, records)
         return losses if part.in_order else losses[part.places]

@@ -19,12 +19,14 @@ from dpulr.model.black_box import BlackBox
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.losses import LossFunction
 from dpulr.model.quantised import DYNAMIC, is_dynamic
-from dpulr.model.value_reads import Seen, buffers_restored, observe
+from dpulr.model.scratch import NO_SCRATCH, Place, Scratch
+from dpulr.model.value_reads import Seen, observe
 
 _SEED = 20_240_229  # public: only synthetic inputs depend on it
 _LARGEST = 300
 _ROOM = 64 * 2**20
 """No larger batch is tried than one whose pass returns so many bytes: a step has no larger passes either (mechanisms/chunks.py)."""
+_LOUD = 4.0
 _KEPT = {5: (1, 3), 7: (1, 3, 5), 11: (1, 3, 4, 6, 8)}
 """Sizes of batches, and the records that stay while the others change: some lie before them, between them and after them."""
 
@@ -37,40 +39,40 @@ def check_rows(
     *,
     seen: Seen | None = None,
     largest: int = _LARGEST,
-) -> None:
-    """Refuse, by name, a loss that is not one value per record, batch statistics, state, and NaN at the start.
+) -> Scratch:
+    """Refuse, by name, a loss that is not one value per record, batch statistics, state that survives, and NaN at the start.
 
     `seen` is what `observe` found. A model that will see one record at a time is tried for state and losses only. Otherwise batches
     of a few records are compared, and one of `largest`, or of as many as the model's size allows.
+    Returns what a pass writes into the model: no later pass depends on it, so it may be put back after each.
     """
     seen = observe(model, loss_fn, example, device) if seen is None else seen
     check = _Check(model, loss_fn, example, device, seen)
-    batch = check.batch
-    with buffers_restored(model) as buffers:
-        first = check.run(batch, noted=True)
+    with check.start.fresh():
+        first = check.run(check.batch, noted=True)
         if first.losses.shape != (check.records,):
             raise ModelRefused(
                 f"the loss function must return one value per record: for {check.records} records it returned shape "
                 f"{tuple(first.losses.shape)}. Pass reduction='none', and average what a record has of its own."
             )
-        _refuse_difference(model, first, check.run(batch, noted=True), _STATE)
+        written = check.refuse_state(first)
         if seen.reads is None:
             crowd = check.crowd(min(largest, _ROOM // seen.bytes))
             check.refuse_mixing(crowd)
             for keep in (1.0, 0.0):
                 with other_weights(model.parameters(), keep=keep):
                     check.refuse_mixing(crowd if keep else None)
-        for name, buffer in model.named_buffers():
-            if not torch.equal(buffer, buffers[name]):
-                raise ModelRefused(
-                    f"buffer '{name}' of {_owner(model, name)} changes in the forward pass: running statistics of private data are "
-                    "a release that nothing accounts for. Use GroupNorm or LayerNorm, or put the module in eval mode."
-                )
+        if written:
+            check.refuse_state_after_others(first, written)
+            with other_weights(model.parameters(), keep=0.0, noise=_LOUD):  # a threshold that nothing reaches hides what it keeps
+                check.refuse_state(check.run(check.batch))
+                check.refuse_mixing(None)
     if not bool(torch.isfinite(first.losses).all()):
         raise ModelRefused(
             f"the loss is {first.losses[~torch.isfinite(first.losses)][0].item()} before the first step, on synthetic inputs "
             "between 0 and 1. Check the initial weights and the loss function."
         )
+    return Scratch(written) if seen.reads is None else Scratch.of(model)  # what one record alone may write, nobody has seen
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class _Check:
     """The batches that are compared, and the comparisons."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, seen: Seen) -> None:
-        self.model, self.loss_fn, self.seen = model, loss_fn, seen
+        self.model, self.loss_fn, self.seen, self.start = model, loss_fn, seen, Scratch.of(model)
         lengths = {n for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) for n in leaf.shape[1:]}
         apart = (n for n, kept in _KEPT.items() if lengths.isdisjoint({n, len(kept)}))  # so that one axis alone counts records
         self.records = next(apart, 5)
@@ -94,18 +96,40 @@ class _Check:
         self._make = partial(synthetic, example, generator=torch.Generator().manual_seed(_SEED), device=device)
         self.batch, self.others = self._make(self.records), self._make(self.records)
 
-    def run(self, batch: Any, kept: Tensor | None = None, *, noted: bool = False) -> _Run:
+    def run(self, batch: Any, kept: Tensor | None = None, *, noted: bool = False, fresh: bool = True) -> _Run:
+        """A pass from the state that the model had at the start; or, if not `fresh`, from what the pass before has left."""
         kept = self.kept if kept is None else kept
-        return _Run(self.model, self.loss_fn, batch, kept, self.seen, noted=noted)
+        return _Run(self.model, self.loss_fn, batch, kept, self.seen, self.start if fresh else NO_SCRATCH, noted=noted)
 
-    def tried(self, batch: Any, kept: Tensor | None = None) -> _Run | None:
+    def tried(self, batch: Any, kept: Tensor | None = None, *, fresh: bool = True) -> _Run | None:
         """None if the run raises: a black box may refuse values out of its range, or that other weights give it, or sizes."""
         try:
-            return self.run(batch, kept)
+            return self.run(batch, kept, fresh=fresh)
         except ModelRefused:
             raise
         except Exception:
             return None
+
+    def refuse_state(self, first: _Run) -> list[Place]:
+        """A pass after another must give what a pass from the start gives. Returns what they have written."""
+        self.run(self.batch, fresh=False)
+        written = self.start.written()
+        _refuse_difference(self.model, first, self.run(self.batch, noted=True, fresh=False), _state(written), _FRESH)
+        self.start.put_back()
+        return written
+
+    def refuse_state_after_others(self, first: _Run, written: list[Place]) -> None:
+        """The same after other records, fewer ones, and in eval mode: running statistics show there only."""
+        what = _state(written)
+        with _evaluating(self.model):
+            evaluated = self.tried(self.batch)
+        for before in (self.others, choose(self.others, self.kept)):
+            self.tried(before, fresh=False)
+            with _evaluating(self.model):
+                after = None if evaluated is None else self.tried(self.batch, fresh=False)
+            if evaluated is not None and after is not None and not _same(evaluated.output, after.output):
+                raise ModelRefused(f"in eval mode the model ({type(self.model).__name__}) {what}. {_FRESH}")
+            _refuse_difference(self.model, first, self.run(self.batch, noted=True, fresh=False), what, _FRESH)
 
     def crowd(self, size: int) -> _Crowd | None:
         """None where a large batch would be no larger than the small one."""
@@ -135,7 +159,7 @@ class _Check:
 
 
 @contextmanager
-def other_weights(weights: Iterable[nn.Parameter], *, keep: float) -> Iterator[None]:
+def other_weights(weights: Iterable[nn.Parameter], *, keep: float, noise: float = 0.5) -> Iterator[None]:
     """The model with `keep` times these weights plus noise, for a while: what a layer that starts at zero hides shows here."""
     generator = torch.Generator().manual_seed(_SEED)
     parameters = [p for p in weights if p.is_floating_point()]
@@ -143,8 +167,8 @@ def other_weights(weights: Iterable[nn.Parameter], *, keep: float) -> Iterator[N
     try:
         with torch.no_grad():
             for p in parameters:
-                noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
-                p.mul_(keep).add_(noise, alpha=0.5 / max(1, p[0].numel() if p.dim() > 1 else 1) ** 0.5)
+                random = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
+                p.mul_(keep).add_(random, alpha=noise / max(1, p[0].numel() if p.dim() > 1 else 1) ** 0.5)
         yield
     finally:
         with torch.no_grad():
@@ -156,9 +180,17 @@ class _Run:
     """One pass over a batch. `calls` are the inputs and outputs of all innermost modules in the order of their calls."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, Any], kept: Tensor, seen: Seen, *, noted: bool = False
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batch: tuple[Any, Any],
+        kept: Tensor,
+        seen: Seen,
+        scratch: Scratch,
+        *,
+        noted: bool = False,
     ) -> None:
-        self._again = partial(_Run, model, loss_fn, batch, kept, seen, noted=True)
+        self._again = partial(_Run, model, loss_fn, batch, kept, seen, scratch, noted=True)
         self.kept = kept
         self._calls: list[tuple[str, Any, Any]] | None = None
         handles = self._noted(model) if noted else []
@@ -168,7 +200,7 @@ class _Run:
             with torch.inference_mode(), torch.random.fork_rng():
                 torch.manual_seed(0)
                 with EqualRows(1 if one_by_one else size) if seen.draws else nullcontext():
-                    outputs = [call_on_copy(model, inputs) for inputs, _ in parts]
+                    outputs = [_called(model, inputs, scratch) for inputs, _ in parts]
                     losses = [loss_fn(output, targets) for output, (_, targets) in zip(outputs, parts, strict=True)]
         finally:
             for handle in handles:
@@ -211,41 +243,73 @@ class _Run:
         return [module.register_forward_hook(note(name)) for name, module in innermost]
 
 
+def _called(model: nn.Module, inputs: Any, scratch: Scratch) -> Any:
+    with scratch.fresh():
+        return pytree.tree_map(_cloned, call_on_copy(model, inputs))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in eval mode, for a while."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _state(written: list[Place]) -> str:
+    """What is said of a model whose passes depend on each other."""
+    if not written:
+        return _STATE
+    more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+    return f"{_STATE} ({written[0].label}{more}, written in the forward pass)"
+
+
 def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _refuse_difference(model: nn.Module, first: _Run, second: _Run | None, what: str) -> None:
+def _refuse_difference(model: nn.Module, first: _Run, second: _Run | None, what: str, advice: str | None = None) -> None:
     """If the kept records differ between the two runs, say where the difference begins."""
     if second is None:
         return
+    advice = _ADVICE if advice is None else advice
     if _same(choose(first.output, first.kept), choose(second.output, second.kept)):
         if _same(first.losses[first.kept], second.losses[second.kept]):
             return
         raise ModelRefused(f"the loss function {what}. {_LOSS_ADVICE}")
     for (name, inputs, output), (_, other_inputs, other_output) in zip(first.calls, second.calls, strict=False):
         if not _same_rows(inputs, other_inputs, first, second):
-            raise ModelRefused(f"an operation before '{name}' {what}. {_ADVICE}")
+            raise ModelRefused(f"an operation before '{name}' {what}. {advice}")
         if not _same_rows(output, other_output, first, second):
-            raise ModelRefused(_named(name, model.get_submodule(name), what))
-    raise ModelRefused(f"an operation in the forward of {type(model).__name__} {what}. {_ADVICE}")
+            raise ModelRefused(_named(name, model.get_submodule(name), what, advice))
+    raise ModelRefused(f"an operation in the forward of {type(model).__name__} {what}. {advice}")
 
 
+_FRESH = (
+    "It would carry records from one pass to the next. Let every forward pass start afresh, with all its time steps inside: a "
+    "spiking network resets its membranes first (reset_mem() of each neuron, snntorch.utils.reset(self)), a recurrent one its "
+    "hidden state; running statistics and observers belong in eval mode."
+)
 _ADVICE = "Nothing bounds a record's influence then. Use GroupNorm or LayerNorm instead of batch statistics."
 _LOSS_ADVICE = "Nothing bounds a record's influence then: a loss must be a number of each record's own."
 _STATE = "keeps state from one call to the next"
 
 
-def _named(name: str, module: nn.Module, what: str) -> str:
+def _named(name: str, module: nn.Module, what: str, advice: str) -> str:
     if isinstance(module, BlackBox):
-        if what == _STATE:
+        if what.startswith(_STATE):
             return (
                 f"'{name}', the black box {module.name!r}, gives other values when it is called again with the same records. If it "
                 "draws random numbers, say so: BlackBox(..., random=True); it then gets one record at a time. If it learns from "
                 "what it sees, nothing bounds a record's influence."
             )
         return f"'{name}', the black box {module.name!r}, {what}. Give it one record at a time: BlackBox(..., batch_size=1)."
-    return f"'{name}' ({type(module).__name__}) {what}. {DYNAMIC if is_dynamic(module) else _ADVICE}"
+    return f"'{name}' ({type(module).__name__}) {what}. {DYNAMIC if is_dynamic(module) else advice}"
 
 
 def _same_rows(first: Any, second: Any, one: _Run, two: _Run) -> bool:
@@ -286,8 +350,3 @@ def _other(batch: Any, others: Any, factor: float) -> Any:
 
     (inputs, targets), (other_inputs, other_targets) = batch, others
     return pytree.tree_map(change(factor), inputs, other_inputs), pytree.tree_map(change(1), targets, other_targets)
-
-
-def _owner(model: nn.Module, buffer: str) -> str:
-    path = buffer.rpartition(".")[0]
-    return f"'{path}' ({type(model.get_submodule(path)).__name__})" if path else f"the model ({type(model).__name__})"

@@ -5,8 +5,8 @@ Found on synthetic inputs, before anything else is tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from dpulr.errors import BlackBoxError, ModelRefused
 from dpulr.model.batches import call_model, described, synthetic
 from dpulr.model.equal_rows import draws_numbers, of_torch
 from dpulr.model.losses import LossFunction
+from dpulr.model.scratch import Scratch
 
 _SEED = 20_240_229  # public: only synthetic inputs depend on it
 _RECORDS = 2
@@ -51,7 +52,7 @@ def observe(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], d
     constants = _Constants(tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))
     inputs, targets = synthetic(example, _RECORDS, torch.Generator().manual_seed(_SEED), device)
     with ExitStack() as stack:
-        for context in (buffers_restored(model), torch.inference_mode(), torch.random.fork_rng()):
+        for context in (Scratch.of(model).fresh(), torch.inference_mode(), torch.random.fork_rng()):
             stack.enter_context(context)
         lists, seen = stack.enter_context(_Lists(constants)), stack.enter_context(_Operations(constants))
         try:
@@ -166,18 +167,3 @@ def _depends_on_values(func: Any, args: Any, kwargs: Any) -> bool:
     if name == "one_hot":
         return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0)
     return torch.Tag.dynamic_output_shape in func.tags
-
-
-@contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Copies of all buffers; afterwards the model holds the very tensors it held before, with their values."""
-    owners = [(module, key) for module in model.modules() for key in module._buffers]
-    tensors = [module._buffers[key] for module, key in owners]
-    copies = [None if tensor is None else tensor.clone() for tensor in tensors]
-    try:
-        yield {name: buffer.clone() for name, buffer in model.named_buffers()}
-    finally:
-        with torch.no_grad():
-            for (module, key), tensor, copy in zip(owners, tensors, copies, strict=True):
-                if tensor is not None and copy is not None:
-                    module._buffers[key] = tensor.copy_(copy)

@@ -31,7 +31,7 @@ class HookedPasses(Passes):
 
             return hook
 
-        with hooks([(layer.module, note(i)) for i, layer in enumerate(self.layers)]):
+        with self.scratch.fresh(), hooks([(layer.module, note(i)) for i, layer in enumerate(self.layers)]):
             output = call_on_copy(self.model, inputs)
         for layer, calls in zip(self.layers, seen, strict=True):
             refuse_calls(layer, len(calls))
@@ -57,7 +57,7 @@ class HookedPasses(Passes):
         def replace(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
             return moved
 
-        with hooks([(self.layers[index].module, replace)]):
+        with self.scratch.fresh(), hooks([(self.layers[index].module, replace)]):
             return call_on_copy(self.model, inputs)
 
 

@@ -228,8 +228,7 @@ class _Run:
         self.clock.end("evaluation")
         values = {
             "step": engine.steps_taken,
-            "test_accuracy": self._scores.accuracy,
-            "test_loss": self._scores.loss,
+            **self._scores.figures(),
             "epsilon": spent.epsilon,
             "learning_rate": self.training.learning_rate(),
             "process": self.ledger.resumes,

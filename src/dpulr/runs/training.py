@@ -18,7 +18,7 @@ from dpulr.accounting.events import Release
 from dpulr.engine import PrivacyEngine
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.settings import Settings
-from dpulr.scores import evaluate
+from dpulr.scores import score
 
 Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
 
@@ -91,7 +91,7 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         "steps": engine.steps_taken,
         "sample_rate": engine.sample_rate,
         "noise_multiplier": engine.noise_multiplier,
-        "test_accuracy": evaluate(model, test),
+        **score(model, test).figures(),
         "setup_seconds": round(ready - started, 2),
         "seconds": round(seconds, 2),
         "version": __version__,

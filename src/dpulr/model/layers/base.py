@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.scratch import NO_SCRATCH
 
 WeightDeltas = Mapping[str, Tensor]
 """How far each parameter is moved: (repeats, records, *shape)."""
@@ -91,6 +92,7 @@ class LayerRule:
         self.module = module
         self.parameters = dict(parameters)
         self.weight_dim = sum(p.numel() for p in self.parameters.values())
+        self.scratch = NO_SCRATCH
 
     # --- weight space -------------------------------------------------------------------------------------------------
     def split(self, flat: Tensor) -> dict[str, Tensor]:
@@ -114,7 +116,8 @@ class LayerRule:
 
         def one(weights: dict[str, Tensor], *values: Any) -> Tensor:
             args, kwargs = pytree.tree_unflatten(values, spec)
-            out: Tensor = torch.func.functional_call(self.module, weights, args, kwargs)
+            with self.scratch.fresh():
+                out: Tensor = torch.func.functional_call(self.module, weights, args, kwargs)
             return out
 
         def together() -> Tensor:
@@ -143,7 +146,8 @@ class LayerRule:
 
         def one(own_slope: Tensor, *values: Any) -> Tensor:
             args, kwargs = pytree.tree_unflatten(values, spec)
-            pull: Any = torch.func.vjp(lambda w: torch.func.functional_call(self.module, w, args, kwargs), parameters)[1]
+            with self.scratch.fresh():
+                pull: Any = torch.func.vjp(lambda w: torch.func.functional_call(self.module, w, args, kwargs), parameters)[1]
             (found,) = pull(own_slope.unsqueeze(0))
             return torch.cat([found[name].flatten() for name in self.parameters])
 

@@ -34,6 +34,8 @@ class RunData:
     result: dict[str, Any]
     accuracy: Points
     loss: Points
+    brier: Points
+    calibration_error: Points
     epsilon: Points
     profile: Points
     seconds: dict[str, float]
@@ -67,6 +69,8 @@ def gather(folder: Path, name: str) -> RunData:
         result=result,
         accuracy=_points(metrics, "test_accuracy"),
         loss=_points(metrics, "test_loss"),
+        brier=_points(metrics, "test_brier"),
+        calibration_error=_points(metrics, "test_calibration_error"),
         epsilon=_epsilon_curve(ledger, spent.epsilon) if spent.epsilon is not None else [],
         profile=_profile(ledger) if spent.epsilon is not None else [],
         seconds=_seconds(folder / METRICS),

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from dpulr import __version__
 from dpulr.accounting.rounding import up
 from dpulr.runs.report.charts import COLOURS, Axis, Series, bar_chart, line_chart
-from dpulr.runs.report.gather import RunData
+from dpulr.runs.report.gather import Points, RunData
 
 _STEPS = Axis("step", lambda value: f"{value:,.0f}", from_zero=True)
 _PERCENT = Axis("", lambda value: f"{value:.4g}" if value > 1 else f"{100 * value:.4g}%")
@@ -50,7 +50,9 @@ def _row(run: RunData) -> dict[str, str]:
         "epsilon": _epsilon(run),
         "delta": f"{run.spent.delta:g}",
         "accuracy": _accuracy(run),
-        "loss": f"{run.loss[-1][1]:.4f}" if run.loss else "-",
+        "loss": _last(run.loss),
+        "Brier score": _last(run.brier),
+        "calibration error": _last(run.calibration_error),
         "steps": f"{run.ledger.steps:,}",
         "noise": f"{run.ledger.start.noise_multiplier:.4g}",
         "time": _duration(sum(run.seconds.values())),
@@ -62,6 +64,9 @@ def _figures(run: RunData) -> list[tuple[str, str]]:
     budget = "no budget" if run.ledger.budget is None else f"of {run.ledger.budget:g}"
     return [
         (_accuracy(run), "held-out accuracy"),
+        (_last(run.loss), "held-out loss"),
+        (_last(run.brier), "Brier score"),
+        (_last(run.calibration_error), "expected calibration error"),
         (_epsilon(run), f"epsilon, {budget}"),
         *([(up(run.planned_epsilon), "epsilon of all planned steps")] if _stopped(run) and run.planned_epsilon is not None else []),
         (f"{run.spent.delta:g}", "delta"),
@@ -85,6 +90,10 @@ def _accuracy(run: RunData) -> str:
     return "-" if run.last_accuracy is None else f"{run.last_accuracy:.2%}"
 
 
+def _last(points: Points) -> str:
+    return f"{points[-1][1]:.4f}" if points else "-"
+
+
 def _curves(runs: Sequence[RunData]) -> list[tuple[str, Markup]]:
     budgets = sorted({run.ledger.budget for run in runs if run.ledger.budget is not None and run.epsilon})
 
@@ -96,6 +105,7 @@ def _curves(runs: Sequence[RunData]) -> list[tuple[str, Markup]]:
     return [
         ("Held-out accuracy", line_chart("Held-out accuracy over steps", lines("accuracy"), _STEPS, _PERCENT)),
         ("Held-out loss", line_chart("Held-out loss over steps", lines("loss"), _STEPS, _PLAIN)),
+        ("Expected calibration error", line_chart("Calibration error over steps", lines("calibration_error"), _STEPS, _PERCENT)),
         ("Epsilon spent", epsilon),
         ("Privacy profile: epsilon for each delta", line_chart("Privacy profile", lines("profile"), powers, _PLAIN)),
     ]

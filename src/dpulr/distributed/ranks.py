@@ -1,0 +1,255 @@
+"""The processes of one run: `Alone`, or `Ranks` of a torch.distributed group. Every rank runs the same program.
+
+Each rank sums the bounded signals of its own records, adds its share of the noise and rounds; then the shares are summed. So what
+leaves a rank is noised, the noise of the sum is that of one process, and the sum is exact: the same bits on every rank
+(docs/theory.md, section 9, "Shares"). Rank 0 charges each step, and no rank reads a record before.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpulr import validate
+from dpulr.accounting.ledger import Ledger
+from dpulr.distributed.pulse import Pulse, own_store
+from dpulr.errors import InvalidArgument, RankLost, StepError
+from dpulr.sampling import PoissonSampling, ShuffledSampling
+
+T = TypeVar("T")
+MOST_RANKS = 256
+"""More shares would need a grid so coarse that their rounding shows (docs/theory.md, section 9)."""
+COMPARE_EVERY = 100
+"""Steps after which the ranks compare their parameters."""
+
+
+class Alone:
+    """One process: there is nobody to agree with. Also the list of what several ranks do together, in the order of a run."""
+
+    rank, size = 0, 1
+    sharded = False
+    seconds = 0.0
+    """Seconds spent in communication, waiting for others included."""
+
+    def shared(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on every rank. If making it raises, all raise it."""
+        return make()
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks."""
+        return [value]
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Refuse ranks that were started differently, by name."""
+
+    def kept(self, ledger: Callable[[], Ledger]) -> Ledger:
+        """The ledger, on rank 0; elsewhere a copy of it, in memory."""
+        return ledger()
+
+    def meet(self, reasons: Sequence[str], steps: int, parameters: Iterable[Tensor]) -> list[str]:
+        """All ranks are here, after the same number of steps and with the same parameters. Returns what voids, on any of them."""
+        return list(reasons)
+
+    def charged(self, charge: Callable[[], None]) -> None:
+        """Charge a step on rank 0; the others note it when that is done."""
+        charge()
+
+    def rows(self, sampler: PoissonSampling | ShuffledSampling, records: int, rng: np.random.Generator) -> np.ndarray:
+        """Which of the data set's rows are in this rank's part of the batch."""
+        return sampler.draw(records, rng)
+
+    def sum(self, share: Tensor) -> Tensor:
+        """The sum of all ranks' noised shares: the release."""
+        return share
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return flag
+
+
+class Ranks(Alone):
+    """The ranks of a process group. Communication goes over a group of its own (gloo), so that nothing else gets in between."""
+
+    def __init__(self, group: Any = None, *, timeout: float = 300.0, sharded: bool = False) -> None:
+        validate.positive("rank_timeout", timeout)
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.rank, self.size, self.sharded, self.seconds = members.index(dist.get_rank()), len(members), sharded, 0.0
+        if self.size > MOST_RANKS:
+            raise InvalidArgument(f"there are {self.size} ranks; at most {MOST_RANKS} can share the noise of one release.")
+        self._timeout, self._root, self._lost = timeout, members[0], ""
+        self._group = dist.new_group(members, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
+        self._pulse: Pulse | None = None
+        names = self.gathered(f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})")
+        store = own_store(dist.distributed_c10d._get_default_store(), f"dpulr/{self.shared(lambda: secrets.token_hex(8))}")
+        self._pulse, self._compared = Pulse(store, self.rank, names), -COMPARE_EVERY
+        weakref.finalize(self, self._pulse.stop)
+
+    # --- set-up -------------------------------------------------------------------------------------------------------
+    def shared(self, make: Callable[[], T]) -> T:
+        message: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                message = [(make(), None)]
+            except Exception as problem:
+                message = [(None, _portable(problem))]
+                self._together("while it was set up", lambda: self._broadcast(message))
+                raise
+        value, failure = self._together("while it was set up", lambda: self._broadcast(message))
+        if failure is not None:
+            raise failure
+        made: T = value
+        return made
+
+    def _broadcast(self, message: list[Any]) -> Any:
+        dist.broadcast_object_list(message, src=self._root, group=self._group)
+        return message[0]
+
+    def gathered(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        self._together("while it was set up", lambda: dist.all_gather_object(found, value, group=self._group))
+        return found
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        everybody = self.gathered(dict(facts))
+        for name in facts:
+            said = [other.get(name, "nothing") for other in everybody]
+            usual = Counter(said).most_common(1)[0][0] if self.size > 2 else said[0]
+            others = [rank for rank, value in enumerate(said) if value != usual]
+            if others:
+                rank, first = others[0], said.index(usual)
+                raise InvalidArgument(
+                    f"rank {rank} was started with another {name} than rank {first}: {_short(said[rank])}, not {_short(usual)}. "
+                    "All ranks must run the same program with the same settings."
+                )
+
+    def kept(self, ledger: Callable[[], Ledger]) -> Ledger:
+        opened: list[Ledger] = []
+
+        def content() -> dict[str, Any]:
+            opened.append(ledger())
+            return opened[0].to_dict()
+
+        copy = self.shared(content)
+        return opened[0] if opened else Ledger.from_dict(copy)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+    def meet(self, reasons: Sequence[str], steps: int, parameters: Iterable[Tensor]) -> list[str]:
+        compare = steps >= self._compared + COMPARE_EVERY
+        digest = int(digest_of(parameters)[:15], 16) if compare else 0
+        self._compared = steps if compare else self._compared
+        own = [len(reasons), steps, -steps, digest, -digest]
+        most = self._reduced(torch.tensor(own), dist.ReduceOp.MAX, f"before step {steps + 1}").tolist()
+        if most[1] != -most[2]:
+            raise StepError(f"the ranks have taken different numbers of steps: {self._by_rank(steps)}. All must take the same.")
+        if most[3] != -most[4]:
+            raise StepError(
+                f"the ranks hold different parameters before step {steps + 1}: {self._by_rank(f'{digest:x}')}. Something beside "
+                "engine.step() has changed them, or the processors compute differently: all ranks need the same kind."
+            )
+        return [reason for own_reasons in self.gathered(list(reasons)) for reason in own_reasons] if most[0] else []
+
+    def _by_rank(self, value: object) -> str:
+        return ", ".join(f"rank {rank} has {said}" for rank, said in enumerate(self.gathered(str(value))))
+
+    def charged(self, charge: Callable[[], None]) -> None:
+        done = torch.ones(1, dtype=torch.int64)
+        if self.rank == 0:
+            try:
+                charge()
+            except BaseException:
+                self._together("while a step was charged", lambda: dist.broadcast(done.zero_(), self._root, group=self._group))
+                raise
+        self._together("while a step was charged", lambda: dist.broadcast(done, self._root, group=self._group))
+        if not done.item():
+            raise RankLost("rank 0 could not charge the next step to its ledger: nothing is computed.")
+        if self.rank:
+            charge()
+
+    def rows(self, sampler: PoissonSampling | ShuffledSampling, records: int, rng: np.random.Generator) -> np.ndarray:
+        """Of a data set that all ranks see, rank r of W has the rows r, r + W, r + 2 W, ...; of its own shard, all."""
+        if self.sharded:
+            return sampler.draw(records, rng)
+        own = len(range(self.rank, records, self.size))
+        return sampler.draw(own, rng) * self.size + self.rank
+
+    def sum(self, share: Tensor) -> Tensor:
+        return self._reduced(share.cpu(), dist.ReduceOp.SUM, "in this step").to(share.device)
+
+    def any(self, flag: bool) -> bool:
+        return bool(self._reduced(torch.tensor([int(flag)]), dist.ReduceOp.MAX, "after a step").item())
+
+    def bytes_sent(self, numbers: int) -> int:
+        """Bytes that one rank sends per step, in a ring: so many float64 numbers, twice but for its own part; and small change."""
+        return round(2 * (self.size - 1) / self.size * 8 * numbers)
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+    def _reduced(self, values: Tensor, how: Any, when: str) -> Tensor:
+        self._together(when, lambda: dist.all_reduce(values, op=how, group=self._group))
+        return values
+
+    def _together(self, when: str, meeting: Callable[[], T]) -> T:
+        """Something that all ranks do at once. If it fails, somebody is missing, and is named."""
+        if self._lost:
+            raise RankLost(self._lost)
+        if self._pulse is not None:
+            self._pulse.meetings += 1
+        began = time.perf_counter()
+        try:
+            return meeting()
+        except RuntimeError as problem:
+            who = "a rank has ended, died or hangs" if self._pulse is None else self._pulse.verdict(problem)
+            self._lost = (
+                f"{who}; it was missed {when} (time-out: {self._timeout:g} s). What was charged counts as spent, whether or not it "
+                "was released. Start all ranks again with the same ledger, or resume the run."
+            )
+            raise RankLost(self._lost) from problem
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def join(group: Any = None, *, timeout: float = 300.0, sharded: bool = False) -> Alone:
+    """The ranks of this group, or of torch.distributed's default one; alone if there is none or nobody else in it."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        if sharded:
+            raise InvalidArgument("sharded is True, but torch.distributed is not initialised: there is one process, with all data.")
+        return Alone()
+    if dist.get_world_size(group) == 1:
+        return Alone()
+    return Ranks(group, timeout=timeout, sharded=sharded)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A hash of values and shapes."""
+    digest = blake2b(digest_size=16)
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _portable(problem: Exception) -> Exception:
+    """An exception that can be sent, of its kind if possible."""
+    try:
+        pickle.loads(pickle.dumps(problem))
+        return problem
+    except Exception:
+        return RankLost(f"rank 0 failed: {type(problem).__name__}: {problem}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,348 @@
+"""Several real processes train one model: the same sum, the noise of one process, the same bits everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import dpulr
+from dpulr.distributed import MOST_RANKS, Alone, join
+from dpulr.distributed.ranks import digest_of
+from dpulr.errors import InvalidArgument
+from dpulr.mechanisms.base import on_grid
+from tests.support.core import all_kinds, blobs, engine, mlp, points, small_mlp, train
+from tests.support.processes import on_ranks
+from tests.support.replaying import Replaying
+
+MECHANISMS = [
+    dpulr.HiddenDirection(repeats=3),
+    dpulr.HiddenDirection(repeats=2, subspace=2, antithetic=True, kappa=0.1),
+    dpulr.HiddenDirection(groups=2),
+    dpulr.Gaussian(repeats=2, estimator="antithetic"),
+    dpulr.Gaussian(repeats=2, clipping="per-layer"),
+    dpulr.mechanisms.by_name("gradient"),
+    dpulr.mechanisms.by_name("zeroth-order"),
+]
+
+
+# --- the sum --------------------------------------------------------------------------------------------------------------
+def one_step(rank: int, model: Callable[[], nn.Module], mechanism: Any) -> tuple[Tensor, str]:
+    """All of 37 records in one step without noise, directions by record: what is released, and the parameters after it.
+
+    In float64: `zeroth-order` divides the rounding of a loss, which depends on the size of the batch, by its radius.
+    """
+    source = Replaying()
+    batches = {"sample_rate": 1.0, "expected_batch_size": 37.0}
+    private = engine(
+        model().double(),
+        points(37, dtype=torch.float64),
+        mechanism=mechanism,
+        noise_multiplier=1e-4,
+        randomness=source,
+        **batches,
+    )
+    source.follow(private)
+    released: list[Tensor] = []
+    private.on_release(lambda seen: released.append(seen.values))
+    train(private, 1)
+    return released[0], digest_of(private.model.parameters())
+
+
+def all_mechanisms(rank: int, model: Callable[[], nn.Module]) -> list[tuple[Tensor, str]]:
+    return [one_step(rank, model, mechanism) for mechanism in MECHANISMS]
+
+
+@pytest.mark.parametrize(
+    ("size", "model"),
+    [(3, mlp), pytest.param(2, all_kinds, marks=pytest.mark.slow), pytest.param(4, all_kinds, marks=pytest.mark.slow)],
+)
+def test_the_sum_over_ranks_is_that_of_one_process(size: int, model: Callable[[], nn.Module]) -> None:
+    found = on_ranks(size, all_mechanisms, model)
+    for i, (expected, _) in enumerate(all_mechanisms(0, model)):
+        assert expected.norm() > 0.1
+        assert (found[0][i][0] - expected).abs().max() < 1e-6 * max(1.0, float(expected.norm()))
+        for other in found[1:]:
+            assert torch.equal(other[i][0], found[0][i][0])
+            assert other[i][1] == found[0][i][1]
+
+
+# --- the noise ------------------------------------------------------------------------------------------------------------
+def noise_alone(rank: int, numbers: int) -> tuple[Tensor, Tensor]:
+    """What a step without records releases, and this rank's share of it."""
+    side = math.isqrt(numbers)
+    model = nn.Linear(side, side, bias=False)
+    nn.init.zeros_(model.weight)
+    data = TensorDataset(torch.zeros(10, side), torch.zeros(10, side))
+    private = engine(
+        model,
+        data,
+        loss_fn=lambda output, target: ((output - target) ** 2).sum(1),
+        mechanism="gradient",
+        sample_rate=1e-9,
+        expected_batch_size=1.0,
+        noise_multiplier=3.0,
+    )
+    shares: list[Tensor] = []
+    summed = private.ranks.sum
+
+    def noted(share: Tensor) -> Tensor:
+        shares.append(share.clone())
+        return summed(share)
+
+    private.ranks.sum = noted  # type: ignore[method-assign]
+    released: list[Tensor] = []
+    private.on_release(lambda seen: released.append(seen.values))
+    train(private, 1)
+    return released[0], shares[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_noise_of_the_sum_is_that_of_one_process(size: int) -> None:
+    """640,000 numbers: their variance lies within 1 % of the right one but once in 10^8 times (5.7 standard errors)."""
+    found = on_ranks(size, noise_alone, 640_000)
+    released = found[0][0]
+    assert released.var().item() == pytest.approx(9.0, rel=0.01)
+    assert abs(released.mean().item()) < 6 * 3 / 800
+    for values, share in found:
+        assert torch.equal(values, released)
+        assert share.var().item() == pytest.approx(9.0 / size, rel=0.01)
+    shares = torch.stack([share for _, share in found])
+    assert torch.equal(shares.sum(0), released)  # exactly: all lie on one grid
+    if size > 1:
+        correlations = torch.corrcoef(shares) - torch.eye(size, dtype=torch.float64)
+        assert correlations.abs().max() < 6 / 800
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 4, 5, 16, 17, MOST_RANKS])
+@pytest.mark.parametrize("noise", [0.7, 1.0, 3.3])
+def test_the_grid_is_coarser_by_the_root_of_the_shares_or_the_next_power_of_two(shares: int, noise: float) -> None:
+    values = on_grid(torch.linspace(0, noise, 40_001, dtype=torch.float64), noise, shares)
+    spacing = values.unique().diff().min().item()
+    alone = 2.0 ** (math.floor(math.log2(noise)) - 10)
+    coarser = spacing / alone
+    assert coarser == 2 ** round(math.log2(coarser))
+    assert math.sqrt(shares) <= coarser < 2 * math.sqrt(shares) or shares == coarser == 1
+
+
+# --- who has which records ------------------------------------------------------------------------------------------------
+def test_ranks_of_one_data_set_have_disjoint_rows_that_make_up_all() -> None:
+    found = on_ranks(3, rows_of_rank, 37)
+    assert sorted(np.concatenate(found).tolist()) == list(range(37))
+
+
+def rows_of_rank(rank: int, records: int) -> np.ndarray:
+    return join().rows(dpulr.sampling.PoissonSampling(1.0), records, np.random.default_rng(0))
+
+
+def test_every_record_is_sampled_at_the_public_rate() -> None:
+    """2,000 steps at rate 0.2 on three ranks: each of 10 rows within 6 standard errors."""
+    counts = sum(on_ranks(3, sampled_counts, 2000))
+    assert np.abs(counts / 2000 - 0.2).max() < 6 * math.sqrt(0.2 * 0.8 / 2000)
+
+
+def sampled_counts(rank: int, steps: int) -> np.ndarray:
+    ranks, sampler, rng = join(), dpulr.sampling.PoissonSampling(0.2), np.random.default_rng(rank)
+    return np.bincount(np.concatenate([ranks.rows(sampler, 10, rng) for _ in range(steps)]), minlength=10)
+
+
+class Few(Dataset[Any]):
+    """Items, so many of them."""
+
+    def __init__(self, records: int) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return self.records
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.records:
+            raise IndexError
+        return torch.ones(4), index % 2
+
+
+def uneven(rank: int) -> Any:
+    """Shards of 0, 60 and 3 records: the first rank knows neither records nor what they look like."""
+    private = engine(data=Few([0, 60, 3][rank]), sharded=True, batch_size=7, steps=5, mechanism="gradient")
+    assert private.records.size == [0, 60, 3][rank]
+    train(private)
+    return private.sample_rate, private.plan.public_size, private.ledger.steps, digest_of(private.model.parameters())
+
+
+def test_shards_may_be_uneven_and_empty() -> None:
+    found = on_ranks(3, uneven)
+    assert found == [found[0]] * 3
+    assert found[0][:3] == (7 / 63, 63, 5)
+
+
+# --- charges --------------------------------------------------------------------------------------------------------------
+def same_program(rank: int, folder: Path) -> Any:
+    private = engine(
+        data=Watched(folder), mechanism="hidden-direction", steps=6, noise_multiplier=1.0, ledger=folder / "ledger.jsonl"
+    )
+    train(private)
+    spent = private.privacy_spent()
+    return spent.epsilon, spent.guarantee, private.steps_taken, digest_of(private.model.parameters()), private.ranks.seconds > 0
+
+
+class Watched(Dataset[Any]):
+    """Every record read says how many steps the ledger held on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.held: list[int] = []
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Any:
+        ledger = self.folder / "ledger.jsonl"
+        if ledger.exists():
+            steps = ledger.read_text().count('"kind": "step"')
+            with (self.folder / "reads").open("a") as file:
+                file.write(f"{steps}\n")
+        return blobs()[index]
+
+
+def test_one_ledger_charges_each_step_once_before_any_rank_reads(tmp_path: Path) -> None:
+    found = on_ranks(2, same_program, tmp_path)
+    assert found[0] == found[1]
+    alone = engine(mechanism="hidden-direction", steps=6)
+    train(alone)
+    assert found[0][:3] == (alone.privacy_spent().epsilon, "certified", 6)
+    reads = [int(line) for line in (tmp_path / "reads").read_text().split()]
+    assert min(reads) == 1
+    assert max(reads) == 6
+    assert (tmp_path / "ledger.jsonl").read_text().count('"kind": "step"') == 6
+
+
+def goes_on(rank: int, folder: Path) -> int:
+    private = engine(steps=4, ledger=folder / "ledger.jsonl")
+    train(private, 2)
+    return private.ledger.steps
+
+
+def test_a_ledger_on_disk_counts_on_all_ranks(tmp_path: Path) -> None:
+    assert on_ranks(2, goes_on, tmp_path) == [2, 2]
+    assert on_ranks(2, goes_on, tmp_path) == [4, 4]
+
+
+def voided_on_one(rank: int) -> Any:
+    private = engine(steps=3)
+    train(private, 1)
+    if rank == 1:
+        with torch.no_grad():
+            next(private.model.parameters()).add_(0.0)
+    with pytest.warns(UserWarning, match="parameters were changed"):
+        train(private, 1)
+    return private.guarantee, len(private.ledger.charges)
+
+
+def test_what_voids_the_guarantee_on_one_rank_voids_it_on_all() -> None:
+    assert on_ranks(2, voided_on_one) == [("none", 2)] * 2
+
+
+def loaded(rank: int) -> Any:
+    first = engine(steps=4)
+    train(first, 2)
+    second = engine(steps=4)
+    second.load_state_dict(first.state_dict())
+    train(second)
+    return second.ledger.steps, digest_of(second.model.parameters())
+
+
+def test_a_state_can_be_loaded_on_all_ranks() -> None:
+    found = on_ranks(2, loaded)
+    assert found[0] == found[1]
+    assert found[0][0] == 4
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------------
+def odd_one(rank: int, what: str) -> Any:
+    odd, settings, model = rank == 1, {}, small_mlp()
+    if what == "version of dpulr" and odd:
+        dpulr.__version__ = "0.0.9"
+    if what == "initial value of the parameters" and odd:
+        model = dpulr.models.mlp((4, 8, 2), seed=1)
+    if what == "model" and odd:
+        model = nn.Sequential(nn.Linear(4, 2))
+    if what == "data set" and odd:
+        settings["data"] = TensorDataset(*[part.flip(0) for part in blobs().tensors])
+    if what == "records" and odd:
+        settings["data"] = blobs(100)
+    changed = {"seed": 1, "batch_size": 10, "steps": 5, "noise_multiplier": 2.0, "mechanism": dpulr.Gaussian(repeats=3)}
+    if what in changed and odd:
+        settings[what] = changed[what]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if what == "optimizer" and odd else 0.1)
+    return engine(model, optimizer=optimizer, **settings)
+
+
+def every_odd_one(rank: int, whats: list[str]) -> list[str]:
+    found = []
+    for what in whats:
+        try:
+            odd_one(rank, what)
+            found.append("accepted")
+        except InvalidArgument as problem:
+            found.append(str(problem))
+        dpulr.__version__ = "0.2.0.dev0"
+    return found
+
+
+def test_ranks_that_were_started_differently_are_refused_by_name() -> None:
+    whats = ["version of dpulr", "seed", "batch_size", "steps", "noise_multiplier", "mechanism", "model", "records", "data set"]
+    whats += ["initial value of the parameters", "optimizer"]
+    found = on_ranks(2, every_odd_one, whats)
+    assert found[0] == found[1]
+    for what, said in zip(whats, found[0], strict=True):
+        assert said.startswith(f"rank 1 was started with another {what}"), said
+
+
+def of_three(rank: int) -> Any:
+    return engine(seed=int(rank == 0))
+
+
+def test_of_three_ranks_the_odd_one_is_named() -> None:
+    said = on_ranks(3, of_three)[2].text
+    assert said.startswith("rank 0 was started with another seed than rank 1: 1, not 0.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mechanism": "paper"}, "adds its noise in its own way"),
+        ({"sampling": "shuffle"}, "must be 'poisson'"),
+        ({"rejection_threshold": 3}, "no rank knows the size"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(settings: dict[str, Any], said: str) -> None:
+    for found in on_ranks(2, lambda rank: engine(**settings)):
+        assert found.kind == "InvalidArgument"
+        assert said in found.text
+
+
+def different_parameters(rank: int) -> Any:
+    private = engine(steps=4)
+    with torch.no_grad():
+        next(private.model.parameters()).add_(rank)
+    private.parameters_changed(public=True)
+    train(private)
+
+
+def test_ranks_whose_parameters_differ_do_not_step() -> None:
+    for found in on_ranks(2, different_parameters):
+        assert found.kind == "StepError"
+        assert "the ranks hold different parameters before step 1: rank 0 has" in found.text
+
+
+def test_alone_nothing_changes() -> None:
+    assert type(join()) is Alone
+    with pytest.raises(InvalidArgument, match="sharded"):
+        join(sharded=True)
