@@ -123,6 +123,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws |= draws
         if not constant:
             self.read |= _depends_on_values(func, args, kwargs)
+        if draws or not constant:
             self.constants.remove(_overwritten(func, args, kwargs))
         if not of_torch(func):
             self.foreign = func.name()

@@ -97,8 +97,8 @@ def _rounds(effective: Any, module: nn.Module, name: str, weight: nn.Parameter, 
     nudge = _NUDGE * weight.detach() * signs
     second = effective(module, {name: weight.detach() + nudge}, weight.shape, x)
     likeness = F.cosine_similarity(first.flatten(), weight.detach().flatten(), dim=0)
-    moved = (second - first).abs() > _STILL * nudge.abs()
-    return bool(likeness > _LEAST_LIKENESS) and bool(moved[nudge != 0].float().mean() < _FEW)
+    moved = (second - first).abs() > _STILL * nudge.abs().mean()
+    return bool(likeness > _LEAST_LIKENESS) and bool(moved.float().mean() < _FEW)
 
 
 def _linear_map(module: nn.Module, weights: dict[str, Tensor], shape: torch.Size, x: Tensor) -> Tensor | None:
