@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
-    from dpulr.model import layers
+    from dpulr.model import layers, losses
+    from dpulr.model.black_box import BlackBox
     from dpulr.paper.mechanism import Paper
     from dpulr.scores import evaluate
 
 __version__ = "0.2.0.dev0"
 
 _HOME = {
+    "BlackBox": "dpulr.model.black_box",
     "Gaussian": "dpulr.mechanisms",
     "Gradient": "dpulr.mechanisms",
     "HiddenDirection": "dpulr.mechanisms",
@@ -32,12 +34,14 @@ _HOME = {
     "data": "dpulr.data",
     "evaluate": "dpulr.scores",
     "layers": "dpulr.model.layers",
+    "losses": "dpulr.model.losses",
     "mechanisms": "dpulr.mechanisms",
     "models": "dpulr.models",
     "runs": "dpulr.runs",
     "sklearn": "dpulr.sklearn",
 }
 __all__ = [
+    "BlackBox",
     "Gaussian",
     "Gradient",
     "HiddenDirection",
@@ -50,6 +54,7 @@ __all__ = [
     "data",
     "evaluate",
     "layers",
+    "losses",
     "mechanisms",
     "models",
     "runs",

@@ -18,6 +18,14 @@ class ModelRefused(ValueError):
     """A model or a loss function that can't be trained with a guarantee. The message names the layer."""
 
 
+class BlackBoxError(RuntimeError):
+    """A black box raised, is down, or returned something else than it should. The message names it."""
+
+
+class BlackBoxTimeout(BlackBoxError, TimeoutError):
+    """A black box has not answered in time."""
+
+
 class BudgetError(ValueError):
     """No noise, or not a single step, meets the privacy budget."""
 

@@ -191,6 +191,10 @@ MODELS: dict[str, Case] = {
     "keeps positive": Case(KeepsPositive),
     "own arguments": Case(OwnArguments),
     "box": Case(zoo.BoxInside, flat=True),
+    "black box": Case(
+        lambda: nn.Sequential(nn.Linear(6, 5), dpulr.BlackBox(np.tanh, (5,), batch_size=4, pad=True), nn.Linear(5, 3))
+    ),
+    "binary": Case(lambda: nn.Sequential(zoo.Binary(6, 5), nn.Tanh(), zoo.Binary(5, 3))),
     "inline box": Case(zoo.InlineBox),
     "dropout": Case(lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.4), nn.Tanh(), nn.Linear(5, 3)), random=True),
     "functional dropout": Case(FunctionalDropout, random=True),

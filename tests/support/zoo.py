@@ -240,3 +240,14 @@ class Refuses(nn.Module):
         if (x.numpy() > 1e5).any():
             raise KeyError("patient 17")
         return x
+
+
+class Binary(nn.Module):
+    """Weights held as a raw parameter, used by their signs."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(outputs, inputs) / 3), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.sign(), self.bias)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpulr import validate
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.model.batches import call_on_copy, synthetic
+from dpulr.model.black_box import stand_ins
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.graph import Untraceable
@@ -23,6 +24,7 @@ from dpulr.model.layers import Call, is_foreign
 from dpulr.model.layers.check import check_rule
 from dpulr.model.losses import LossFunction
 from dpulr.model.passes import Marks, Move, Passes
+from dpulr.model.quantised import refuse_observers
 from dpulr.model.replay import TracedPasses
 from dpulr.model.row_independence import check_rows, other_weights
 from dpulr.model.scratch import Scratch
@@ -52,6 +54,20 @@ def prepare(
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
+    refuse_observers(model)
+    with stand_ins(model, loss_fn) as random:
+        for box in random:
+            warnings.warn(
+                f"the black box {box.name!r} gives other values on each call: differences of losses hold that noise, too. It gets "
+                "one record at a time, and whether it learns from what it sees can't be checked",
+                stacklevel=3,
+            )
+        return _prepare(model, loss_fn, example, device, space=space, method=method)
+
+
+def _prepare(
+    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, *, space: Space, method: str
+) -> Forward:
     layers = find_layers(model)
     seen = observe(model, loss_fn, example, device)
     scratch = check_rows(model, loss_fn, example, device, seen=seen)
@@ -69,7 +85,7 @@ def prepare(
     if recordwise:
         if method == "trace":
             raise InvalidArgument(f"the model can't be traced: {seen.reads}.")
-        warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=3)
+        warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
     with other_weights(model.parameters(), keep=1.0):
         _check_alignment(passes, probes[1])
     return _finished(passes, probes, space)
@@ -114,7 +130,7 @@ def _warn_of_one_layer(layer: Layer) -> None:
     warnings.warn(
         f"{layer.label} does not return one tensor with a row per record, so the whole model around it is perturbed at once: "
         "slower and noisier. A module of your own around that layer, which returns its output only, avoids it",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
@@ -130,7 +146,7 @@ def _traced_if_possible(whole: HookedPasses, probes: list[Probe], method: str, *
     except Untraceable as problem:
         if method == "trace":
             raise InvalidArgument(f"the model can't be traced: {problem}") from problem
-        warnings.warn(f"running whole forward passes, which is slower, because {problem}", stacklevel=4)
+        warnings.warn(f"running whole forward passes, which is slower, because {problem}", stacklevel=5)
         return whole
     return traced
 
@@ -143,7 +159,7 @@ def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
         sites, replay_bytes = [], []
         for i, (layer, call) in enumerate(zip(passes.layers, small.calls, strict=True)):
             _refuse_half(layer, call)
-            site = make_site(layer, call.output.shape[1:], space)
+            site = make_site(layer, call.output.shape[1:], space, call)
             site.rule.scratch = passes.scratch
             if isinstance(site, WeightSite):
                 _check_weights(site, call)

@@ -16,10 +16,9 @@ Row = TypeVar("Row")
 
 def together_or_apart(together: Callable[[], Value], apart: Callable[[], Value], alive: Callable[[], None]) -> Value:
     """`together()`; if that raises, `apart()`. `alive` raises what may be seen: an error that says nothing about any record."""
-    try:
+    with suppress(Exception):  # whatever a black box may raise: it is forgotten, so that no later error shows it as its context
         return together()
-    except Exception:  # whatever a black box may raise
-        alive()
+    alive()
     return apart()
 
 

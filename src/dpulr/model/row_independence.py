@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 from dpulr.errors import ModelRefused
 from dpulr.model.batches import call_on_copy, choose, count, join, row, synthetic
+from dpulr.model.black_box import BlackBox
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.losses import LossFunction
+from dpulr.model.quantised import DYNAMIC, is_dynamic
 from dpulr.model.scratch import NO_SCRATCH, Place, Scratch
 from dpulr.model.value_reads import Seen, observe
 
@@ -204,7 +206,10 @@ class _Run:
             for handle in handles:
                 handle.remove()
         if not isinstance(losses[0], Tensor):
-            raise ModelRefused(f"the loss function must return a tensor with one value per record, not {type(losses[0]).__name__}.")
+            raise ModelRefused(
+                f"the loss function must return a tensor with one value per record, not {type(losses[0]).__name__}. For one that "
+                "works on arrays: dpulr.BlackBox(function, output_shape=())."
+            )
         self.output, self.losses = join(outputs) if one_by_one else outputs[0], losses[0]
         if one_by_one and losses[0].dim() > 0:
             self.losses = torch.cat(losses)
@@ -230,7 +235,11 @@ class _Run:
                 (name, pytree.tree_map(_cloned, inputs), pytree.tree_map(_cloned, output))
             )
 
-        innermost = [(name, module) for name, module in model.named_modules() if not any(True for _ in module.children())]
+        innermost = [
+            (name, module)
+            for name, module in model.named_modules()
+            if is_dynamic(module) or not any(True for _ in module.children())
+        ]
         return [module.register_forward_hook(note(name)) for name, module in innermost]
 
 
@@ -255,9 +264,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _state(written: list[Place]) -> str:
     """What is said of a model whose passes depend on each other."""
     if not written:
-        return "keeps state from one call to the next"
+        return _STATE
     more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-    return f"keeps state from one call to the next ({written[0].label}{more}, written in the forward pass)"
+    return f"{_STATE} ({written[0].label}{more}, written in the forward pass)"
 
 
 def _cloned(leaf: Any) -> Any:
@@ -272,13 +281,12 @@ def _refuse_difference(model: nn.Module, first: _Run, second: _Run | None, what:
     if _same(choose(first.output, first.kept), choose(second.output, second.kept)):
         if _same(first.losses[first.kept], second.losses[second.kept]):
             return
-        raise ModelRefused(f"the loss function {what}.")
+        raise ModelRefused(f"the loss function {what}. {_LOSS_ADVICE}")
     for (name, inputs, output), (_, other_inputs, other_output) in zip(first.calls, second.calls, strict=False):
         if not _same_rows(inputs, other_inputs, first, second):
             raise ModelRefused(f"an operation before '{name}' {what}. {advice}")
         if not _same_rows(output, other_output, first, second):
-            kind = type(model.get_submodule(name)).__name__
-            raise ModelRefused(f"'{name}' ({kind}) {what}. {advice}")
+            raise ModelRefused(_named(name, model.get_submodule(name), what, advice))
     raise ModelRefused(f"an operation in the forward of {type(model).__name__} {what}. {advice}")
 
 
@@ -288,6 +296,20 @@ _FRESH = (
     "hidden state; running statistics and observers belong in eval mode."
 )
 _ADVICE = "Nothing bounds a record's influence then. Use GroupNorm or LayerNorm instead of batch statistics."
+_LOSS_ADVICE = "Nothing bounds a record's influence then: a loss must be a number of each record's own."
+_STATE = "keeps state from one call to the next"
+
+
+def _named(name: str, module: nn.Module, what: str, advice: str) -> str:
+    if isinstance(module, BlackBox):
+        if what.startswith(_STATE):
+            return (
+                f"'{name}', the black box {module.name!r}, gives other values when it is called again with the same records. If it "
+                "draws random numbers, say so: BlackBox(..., random=True); it then gets one record at a time. If it learns from "
+                "what it sees, nothing bounds a record's influence."
+            )
+        return f"'{name}', the black box {module.name!r}, {what}. Give it one record at a time: BlackBox(..., batch_size=1)."
+    return f"'{name}' ({type(module).__name__}) {what}. {DYNAMIC if is_dynamic(module) else advice}"
 
 
 def _same_rows(first: Any, second: Any, one: _Run, two: _Run) -> bool:

@@ -29,10 +29,10 @@ SUMMED_TOGETHER = 256
 """Records whose gradients are added in the model's own precision; these sums are added in float64 (docs/theory.md, section 9)."""
 
 
-def make_site(layer: Layer, output_shape: torch.Size, space: Space = "auto") -> Site:
+def make_site(layer: Layer, output_shape: torch.Size, space: Space = "auto", call: Call | None = None) -> Site:
     """The site of a layer; "auto" takes the smaller of the two spaces."""
     validate.one_of("space", space, get_args(Space))
-    rule = rule_for(layer.module, layer.parameters)
+    rule = rule_for(layer.module, layer.parameters, call)
     if space == "auto":
         space = "output" if rule.has_output_space and numel(output_shape) <= rule.weight_dim else "weight"
     elif space == "known-output":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.model.layers import has_rule
@@ -26,8 +27,8 @@ class Layer:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """A known layer, or any module with parameters of its own: it is run as a whole."""
-    return has_rule(module) or any(True for _ in module.parameters(recurse=False))
+    """A known layer, or any module with parameters of its own, be they behind a parametrization: it is run as a whole."""
+    return has_rule(module) or any(True for _ in module.parameters(recurse=False)) or is_parametrized(module)
 
 
 def find_layers(model: nn.Module) -> list[Layer]:

@@ -10,6 +10,7 @@ from dpulr.model.layers.affine import ConvRule, LinearRule
 from dpulr.model.layers.base import Call, LayerRule, WeightLinearRule
 from dpulr.model.layers.embedding import EmbeddingRule
 from dpulr.model.layers.norm import GroupNormRule, LayerNormRule
+from dpulr.model.layers.straight_through import StraightThroughRule, straight_through
 
 __all__ = ["Call", "LayerRule", "WeightLinearRule", "is_foreign", "register", "rule_for"]
 
@@ -33,6 +34,8 @@ def register(kind: type[nn.Module], rule: type[LayerRule]) -> None:
 
 def is_foreign(rule: LayerRule) -> bool:
     """Whether the rule was registered from outside, be it one of the package's own for another layer."""
+    if isinstance(rule, StraightThroughRule):
+        return False
     return type(rule) is not LayerRule and _OWN.get(type(rule.module)) is not type(rule)
 
 
@@ -40,13 +43,15 @@ def has_rule(module: nn.Module) -> bool:
     return type(module) in _RULES
 
 
-def rule_for(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> LayerRule:
+def rule_for(module: nn.Module, parameters: Mapping[str, nn.Parameter], call: Call | None = None) -> LayerRule:
     """The rule of the module's own class; any other module is perturbed in its weights.
 
-    So is a known one that was changed: by a hook of the user, or by parameters of other names (weight normalisation).
+    So is a known one that was changed: by a hook of the user, or by parameters of other names (weight normalisation). `call`, on
+    synthetic inputs, shows layers that round their weights.
     """
     changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     kind = LayerRule if changed else _RULES.get(type(module), LayerRule)
     if kind.handles is not None and not kind.handles.issuperset(parameters):
         kind = LayerRule
-    return kind(module, parameters)
+    rounded = straight_through(module, parameters, call) if kind is LayerRule and call is not None else None
+    return rounded or kind(module, parameters)
