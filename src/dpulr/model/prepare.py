@@ -22,6 +22,7 @@ from dpulr.model.graph import Untraceable
 from dpulr.model.layers import Call, is_foreign
 from dpulr.model.layers.check import check_rule
 from dpulr.model.losses import LossFunction
+from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.passes import Marks, Move, Passes
 from dpulr.model.replay import TracedPasses
 from dpulr.model.row_independence import check_rows, other_weights
@@ -52,6 +53,14 @@ def prepare(
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
+    model = uncompiled(model)
+    with without_compiling(model):
+        return _prepared(model, loss_fn, example, device, space, method)
+
+
+def _prepared(
+    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, space: Space, method: str
+) -> Forward:
     layers = find_layers(model)
     seen = observe(model, loss_fn, example, device)
     scratch = check_rows(model, loss_fn, example, device, seen=seen)
@@ -69,7 +78,7 @@ def prepare(
     if recordwise:
         if method == "trace":
             raise InvalidArgument(f"the model can't be traced: {seen.reads}.")
-        warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=3)
+        warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
     with other_weights(model.parameters(), keep=1.0):
         _check_alignment(passes, probes[1])
     return _finished(passes, probes, space)
@@ -132,7 +141,7 @@ def _warn_of_one_layer(layer: Layer) -> None:
     warnings.warn(
         f"{layer.label} does not return one tensor with a row per record, so the whole model around it is perturbed at once: "
         "slower and noisier. A module of your own around that layer, which returns its output only, avoids it",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
@@ -148,7 +157,7 @@ def _traced_if_possible(whole: HookedPasses, probes: list[Probe], method: str, *
     except Untraceable as problem:
         if method == "trace":
             raise InvalidArgument(f"the model can't be traced: {problem}") from problem
-        warnings.warn(f"running whole forward passes, which is slower, because {problem}", stacklevel=4)
+        warnings.warn(f"running whole forward passes, which is slower, because {problem}", stacklevel=5)
         return whole
     return traced
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.model.layers import has_rule
+from dpulr.model.opaque import is_program
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Layer:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """A known layer, or any module with parameters of its own: it is run as a whole."""
-    return has_rule(module) or any(True for _ in module.parameters(recurse=False))
+    """A known layer, a program, or any module with parameters of its own: it is run as a whole."""
+    return has_rule(module) or any(True for _ in module.parameters(recurse=False)) or is_program(module)
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
