@@ -32,6 +32,7 @@ from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
 from dpulr.model.batches import copied
 from dpulr.model.losses import LossFunction
+from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
 from dpulr.plan import Plan, Request, Sampling
@@ -106,7 +107,7 @@ class PrivacyEngine:
             validate.whole_number("memory_limit", memory_limit)
         self.mechanism = by_name(mechanism)
         self.model, self.optimizer = model, optimizer
-        find_layers(model)  # names what can't be trained at all, before the data set is opened
+        find_layers(uncompiled(model))  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
         self.records = gathered_records(dataset, device, schema, self.ranks, num_workers=num_workers)
         request = Request(
@@ -211,6 +212,7 @@ class PrivacyEngine:
                 torch.inference_mode(),
                 torch.autocast(device.type, enabled=False),
                 self.forward.checked_mode(),
+                without_compiling(self.forward.model),
                 self._model_randomness(device),
             ):
                 yield

@@ -1,4 +1,4 @@
-"""The paper's models. Each takes images of shape (channels, height, width) and returns one number per class."""
+"""The paper's models, and a spiking one. Each takes images of shape (channels, height, width) and returns one number per class."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from dpulr import validate
 from dpulr.errors import InvalidArgument
 
-__all__ = ["MLP_SIZES", "ResNet5", "mlp", "resnet5"]
+__all__ = ["MLP_SIZES", "LeakyIntegrateAndFire", "ResNet5", "SpikeCode", "mlp", "resnet5", "spiking"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -66,6 +67,82 @@ def resnet5(channels: int = 3, classes: int = 10, *, seed: int | None = None) ->
     """`ResNet5` with its initial weights fixed by `seed`."""
     with _initial(seed):
         return _he(ResNet5(channels, classes))
+
+
+class SpikeCode(nn.Module):
+    """Pictures as currents over time, (records, steps, pixels).
+
+    "rate": a pixel spikes in each time step with its brightness as probability. "latency": once, the sooner the brighter; never if
+    it is black. `offset` and `scale` give the brightness between 0 and 1 that a value x stands for, offset + scale x.
+    """
+
+    def __init__(self, coding: str, steps: int, offset: float = 0.1, scale: float = 0.3) -> None:
+        super().__init__()
+        validate.one_of("coding", coding, ("rate", "latency"))
+        self.coding, self.steps, self.offset, self.scale = coding, steps, offset, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        bright = (self.offset + self.scale * x.flatten(1)).clamp(0, 1).unsqueeze(1)
+        if self.coding == "rate":
+            return (torch.rand_like(bright.expand(-1, self.steps, -1)) < bright).to(x.dtype)
+        moments = torch.arange(self.steps, device=x.device).view(1, -1, 1)
+        return ((((1 - bright) * self.steps).floor() == moments) & (bright > 0)).to(x.dtype)
+
+
+class LeakyIntegrateAndFire(nn.Module):
+    """Neurons that spike when their membrane reaches the threshold, and then start from 0. No gradient passes them.
+
+    Takes currents (records, width), the same in every time step, or (records, steps, width); returns the spikes (records, steps,
+    width), or, if `counted`, their numbers (records, width). Nothing is kept from one call to the next.
+    """
+
+    def __init__(self, steps: int, *, leak: float = 0.9, threshold: float = 1.0, counted: bool = False) -> None:
+        super().__init__()
+        validate.whole_number("steps", steps)
+        validate.positive("threshold", threshold)
+        self.steps, self.leak, self.threshold, self.counted = steps, leak, threshold, counted
+
+    def forward(self, current: Tensor) -> Tensor:
+        constant = current.dim() == 2
+        membrane = number = torch.zeros_like(current if constant else current[:, 0])
+        spikes = []
+        for step in range(self.steps):
+            membrane = torch.add(current if constant else current[:, step], membrane, alpha=self.leak)
+            spike = membrane >= self.threshold
+            membrane = membrane.masked_fill(spike, 0)
+            if self.counted:
+                number = number + spike
+            else:
+                spikes.append(spike)
+        return number if self.counted else torch.stack(spikes, 1).to(current.dtype)
+
+
+def spiking(
+    sizes: Sequence[int] = (784, 128, 10),
+    *,
+    coding: str = "current",
+    steps: int = 10,
+    leak: float = 0.9,
+    threshold: float = 1.0,
+    seed: int | None = None,
+) -> nn.Sequential:
+    """A network of leaky integrate-and-fire neurons, all time steps in one pass. A linear layer reads the numbers of spikes.
+
+    `coding` is how a picture goes in: "current", the same in every time step, or spikes by "rate" or "latency" (`SpikeCode`).
+    """
+    validate.one_of("coding", coding, ("current", "rate", "latency"))
+    if len(sizes) < 3:
+        raise InvalidArgument(f"sizes must hold the numbers of inputs, of neurons and of classes; got {list(sizes)}.")
+    with _initial(seed):
+        linear = [_he(nn.Linear(*pair)) for pair in pairwise(sizes)]
+        with torch.no_grad():  # currents below the threshold, so that most neurons neither rest nor spike all the time
+            for layer in linear[:-1]:
+                layer.weight *= 0.3 * threshold
+            linear[-1].weight /= steps
+    layers: list[nn.Module] = [nn.Flatten() if coding == "current" else SpikeCode(coding, steps)]
+    for i, layer in enumerate(linear[:-1]):
+        layers += [layer, LeakyIntegrateAndFire(steps, leak=leak, threshold=threshold, counted=i == len(linear) - 2)]
+    return nn.Sequential(*layers, linear[-1])
 
 
 def _he(model: M) -> M:

@@ -39,7 +39,7 @@ class Forward:
         self.model, self.loss_fn = passes.model, passes.loss_fn
         some = next(iter(self.sites[0].parameters.values()))
         self.device, self.dtype = some.device, some.dtype
-        self._modes = [(module, module.training) for module in self.model.modules()]
+        self._modes = [(module, module.training) for module in self.model.modules() if hasattr(module, "training")]
 
     @property
     def recordwise(self) -> bool:

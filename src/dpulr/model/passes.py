@@ -168,8 +168,8 @@ class Passes(ABC):
 
 @contextmanager
 def hooks(wanted: list[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Forward hooks, while it lasts."""
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in wanted]
+    """Forward hooks, while it lasts. Of TorchScript, too, which has its own method forbidden."""
+    handles = [nn.Module.register_forward_hook(module, hook, with_kwargs=True) for module, hook in wanted]
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from dpulr.model.graph import Untraceable
 from dpulr.model.layers import Call, is_foreign
 from dpulr.model.layers.check import check_rule
 from dpulr.model.losses import LossFunction
+from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.passes import Marks, Move, Passes
 from dpulr.model.quantised import refuse_observers
 from dpulr.model.replay import TracedPasses
@@ -54,8 +55,9 @@ def prepare(
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
+    model = uncompiled(model)
     refuse_observers(model)
-    with stand_ins(model, loss_fn) as random:
+    with without_compiling(model), stand_ins(model, loss_fn) as random:
         for box in random:
             warnings.warn(
                 f"the black box {box.name!r} gives other values on each call: differences of losses hold that noise, too. It gets "

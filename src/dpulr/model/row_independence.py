@@ -240,7 +240,7 @@ class _Run:
             for name, module in model.named_modules()
             if is_dynamic(module) or not any(True for _ in module.children())
         ]
-        return [module.register_forward_hook(note(name)) for name, module in innermost]
+        return [nn.Module.register_forward_hook(module, note(name)) for name, module in innermost]  # TorchScript has it forbidden
 
 
 def _called(model: nn.Module, inputs: Any, scratch: Scratch) -> Any:
@@ -251,7 +251,7 @@ def _called(model: nn.Module, inputs: Any, scratch: Scratch) -> Any:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """All modules in eval mode, for a while."""
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in model.modules() if getattr(module, "training", False)]
     for module in training:
         module.training = False
     try:

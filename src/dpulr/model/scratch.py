@@ -32,9 +32,19 @@ class Place(NamedTuple):
         return f"{'buffer' if self.is_buffer else 'attribute'} '{self.key}' of {owner}"
 
     def get(self) -> Any:
+        if self.of_script:
+            return getattr(self.module, self.key)
         return (self.module._buffers if self.is_buffer else vars(self.module)).get(self.key, _MISSING)
 
+    @property
+    def of_script(self) -> bool:
+        """TorchScript hands out its buffers as new objects each time."""
+        return isinstance(self.module, torch.jit.ScriptModule)
+
     def set(self, value: Any) -> None:
+        if self.of_script:
+            setattr(self.module, self.key, value)
+            return
         values = self.module._buffers if self.is_buffer else vars(self.module)
         if value is _MISSING:
             values.pop(self.key, None)
@@ -47,10 +57,15 @@ def places(model: nn.Module) -> list[Place]:
     return [
         Place(owner, module, key, is_buffer)
         for owner, module in model.named_modules()
-        for values, is_buffer in ((module._buffers, True), (vars(module), False))
-        for key in values
-        if is_buffer or key not in _OF_EVERY_MODULE
+        for keys, is_buffer in _keys(module)
+        for key in keys
     ]
+
+
+def _keys(module: nn.Module) -> list[tuple[list[str], bool]]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return [([name for name, _ in module.named_buffers(recurse=False)], True)]
+    return [(list(module._buffers), True), ([key for key in vars(module) if key not in _OF_EVERY_MODULE], False)]
 
 
 class Scratch:
@@ -74,14 +89,14 @@ class Scratch:
 
     def written(self) -> list[Place]:
         """The places that hold something else by now."""
-        return [place for place, kept in self._kept if kept.differs(place.get())] + self._new()
+        return [place for place, kept in self._kept if kept.differs(place.get(), anew=place.of_script)] + self._new()
 
     def put_back(self) -> None:
         """Every place holds the very objects it held, with their values."""
         for place in self._new():
             place.set(_MISSING)
         for place, kept in self._kept:
-            if kept.differs(place.get()):
+            if kept.differs(place.get(), anew=place.of_script):
                 place.set(kept.restored())
 
     @contextmanager
@@ -114,8 +129,9 @@ class _Kept:
         elif isinstance(value, list | tuple):
             self.items = [(i, _Kept(item)) for i, item in enumerate(value)]
 
-    def differs(self, now: Any) -> bool:
-        if now is not self.value:
+    def differs(self, now: Any, *, anew: bool = False) -> bool:
+        """`anew`: the same tensor may come as another object."""
+        if now is not self.value and not anew:
             return True
         if self.copy is not None:
             return not _equal(now, self.copy)

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.model.layers import has_rule
+from dpulr.model.opaque import is_program
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Layer:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """A known layer, or any module with parameters of its own, be they behind a parametrization: it is run as a whole."""
-    return has_rule(module) or any(True for _ in module.parameters(recurse=False)) or is_parametrized(module)
+    """A known layer, a program, or any module with parameters of its own, be they behind a parametrization: it is run as a whole."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return own or has_rule(module) or is_parametrized(module) or is_program(module)
 
 
 def find_layers(model: nn.Module) -> list[Layer]:

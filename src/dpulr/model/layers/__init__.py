@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from dpulr.model.layers.affine import ConvRule, LinearRule
 from dpulr.model.layers.base import Call, LayerRule, WeightLinearRule
 from dpulr.model.layers.embedding import EmbeddingRule
 from dpulr.model.layers.norm import GroupNormRule, LayerNormRule
+from dpulr.model.layers.scripted import ScriptRule
 from dpulr.model.layers.straight_through import StraightThroughRule, straight_through
 
 __all__ = ["Call", "LayerRule", "WeightLinearRule", "is_foreign", "register", "rule_for"]
@@ -36,7 +38,7 @@ def is_foreign(rule: LayerRule) -> bool:
     """Whether the rule was registered from outside, be it one of the package's own for another layer."""
     if isinstance(rule, StraightThroughRule):
         return False
-    return type(rule) is not LayerRule and _OWN.get(type(rule.module)) is not type(rule)
+    return type(rule) not in (LayerRule, ScriptRule) and _OWN.get(type(rule.module)) is not type(rule)
 
 
 def has_rule(module: nn.Module) -> bool:
@@ -49,6 +51,8 @@ def rule_for(module: nn.Module, parameters: Mapping[str, nn.Parameter], call: Ca
     So is a known one that was changed: by a hook of the user, or by parameters of other names (weight normalisation). `call`, on
     synthetic inputs, shows layers that round their weights.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return ScriptRule(module, parameters)
     changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     kind = LayerRule if changed else _RULES.get(type(module), LayerRule)
     if kind.handles is not None and not kind.handles.issuperset(parameters):
