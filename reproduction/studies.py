@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduction import certified, options, paper_figures, paper_tables
+from reproduction import certified, hybrid, options, paper_figures, paper_tables
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
 from reproduction.results_file import described, found
@@ -80,7 +80,7 @@ def _cifar(label: str, seed: int, choice: Choice) -> list[Run]:
 def _results(label: str, seed: int, choice: Choice) -> list[Run]:
     dataset, _, row = label.partition(":")
     epsilon = certified.comparisons()[dataset].epsilons[int(row)]
-    return [certified.certified_run(dataset, method, epsilon, seed) for method in (certified.HIDDEN, certified.DPSGD)]
+    return [certified.certified_run(dataset, method, epsilon, seed) for method in certified.comparisons()[dataset].methods]
 
 
 # --- what each prints -----------------------------------------------------------------------------------------------------
@@ -161,6 +161,15 @@ def studies() -> dict[str, Study]:
             rows,
             by_seed(_results),
             _show_results,
+            changeable=False,
+        ),
+        Study(
+            "hybrid",
+            "MNIST, a network with a box in its middle: hidden directions everywhere, or before the box only",
+            ("all",),
+            lambda choice: hybrid.stages(choice.seeds),
+            lambda choice: hybrid.markdown(choice.seeds),
+            epochs=2,
             changeable=False,
         ),
         Study(
