@@ -80,7 +80,14 @@ def _cifar(label: str, seed: int, choice: Choice) -> list[Run]:
 def _results(label: str, seed: int, choice: Choice) -> list[Run]:
     dataset, _, row = label.partition(":")
     epsilon = certified.comparisons()[dataset].epsilons[int(row)]
-    return [certified.certified_run(dataset, method, epsilon, seed) for method in certified.comparisons()[dataset].methods]
+    return [certified.certified_run(dataset, method, epsilon, seed) for method in (certified.HIDDEN, certified.DPSGD)]
+
+
+def _backward(label: str, seed: int, choice: Choice) -> list[Run]:
+    dataset, _, row = label.partition(":")
+    chosen = certified.comparisons()[dataset]
+    methods = [method for method in (certified.HYBRID, certified.GRADIENT) if method in chosen.methods]
+    return [certified.certified_run(dataset, method, chosen.epsilons[int(row)], seed) for method in methods]
 
 
 # --- what each prints -----------------------------------------------------------------------------------------------------
@@ -160,6 +167,14 @@ def studies() -> dict[str, Study]:
             "hidden-direction beside DP-SGD, dataset:row of docs/results.md",
             rows,
             by_seed(_results),
+            _show_results,
+            changeable=False,
+        ),
+        Study(
+            "gradient",
+            "the columns of docs/results.md with a backward pass, dataset:row",
+            rows,
+            by_seed(_backward),
             _show_results,
             changeable=False,
         ),
