@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduction import certified, options, paper_figures, paper_tables
+from reproduction import certified, hybrid, options, paper_figures, paper_tables
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
 from reproduction.results_file import described, found
@@ -81,6 +81,13 @@ def _results(label: str, seed: int, choice: Choice) -> list[Run]:
     dataset, _, row = label.partition(":")
     epsilon = certified.comparisons()[dataset].epsilons[int(row)]
     return [certified.certified_run(dataset, method, epsilon, seed) for method in (certified.HIDDEN, certified.DPSGD)]
+
+
+def _backward(label: str, seed: int, choice: Choice) -> list[Run]:
+    dataset, _, row = label.partition(":")
+    chosen = certified.comparisons()[dataset]
+    methods = [method for method in (certified.HYBRID, certified.GRADIENT) if method in chosen.methods]
+    return [certified.certified_run(dataset, method, chosen.epsilons[int(row)], seed) for method in methods]
 
 
 # --- what each prints -----------------------------------------------------------------------------------------------------
@@ -161,6 +168,23 @@ def studies() -> dict[str, Study]:
             rows,
             by_seed(_results),
             _show_results,
+            changeable=False,
+        ),
+        Study(
+            "gradient",
+            "the columns of docs/results.md with a backward pass, dataset:row",
+            rows,
+            by_seed(_backward),
+            _show_results,
+            changeable=False,
+        ),
+        Study(
+            "hybrid",
+            "MNIST, a network with a box in its middle: hidden directions everywhere, or before the box only",
+            ("all",),
+            lambda choice: hybrid.stages(choice.seeds),
+            lambda choice: hybrid.markdown(choice.seeds),
+            epochs=2,
             changeable=False,
         ),
         Study(

@@ -107,7 +107,8 @@ class PrivacyEngine:
             validate.whole_number("memory_limit", memory_limit)
         self.mechanism = by_name(mechanism)
         self.model, self.optimizer = model, optimizer
-        find_layers(uncompiled(model))  # names what can't be trained at all, before the data set is opened
+        shared = self.mechanism.shares_parameters
+        find_layers(uncompiled(model), shared=shared)  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
         self.records = gathered_records(dataset, device, schema, self.ranks, num_workers=num_workers)
         request = Request(
@@ -125,7 +126,8 @@ class PrivacyEngine:
             min_dataset_size=min_dataset_size,
             void=source.reason_for_none,
         )
-        self.forward = prepare(model, loss_fn, self.records.example, device, space=self.mechanism.space, method=replay)
+        space = self.mechanism.space
+        self.forward = prepare(model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared)
         self.mechanism = self.mechanism.settled(self.forward)
         self._agree(
             loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}

@@ -51,6 +51,35 @@ class Recurrent(nn.Module):
         return self.last(self.cells(x.view(len(x), 3, 4))[0][:, -1])
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.last = nn.GRU(4, 5, batch_first=True, bidirectional=True), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cells(x.view(len(x), 3, 4))[0][:, -1])
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(len(x), 3, 4)
+        return self.last(self.attention(x, x, x)[0].mean(1))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=6, dropout=0.0, batch_first=True)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encoder(x.view(len(x), 3, 4)).mean(1))
+
+
 class OwnWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +118,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolutions": convolutions,
     "tokens": Tokens,
     "recurrent": Recurrent,
+    "gated": Gated,
+    "attention": Attentive,
+    "transformer": Transformer,
     "own weights": OwnWeights,
     "branching": Branching,
 }
@@ -120,7 +152,9 @@ def literal(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tens
 
     found: list[dict[str, Tensor]] = []
     for x, y in zip(inputs, targets, strict=True):
-        if isinstance(model, Branching | Recurrent):  # control flow, and kernels that torch.func does not know
+        if isinstance(
+            model, Branching | Recurrent | Gated | Attentive | Transformer
+        ):  # control flow, and kernels that torch.func does not know
             model.zero_grad()
             LOSS(model(x.unsqueeze(0)), y.unsqueeze(0))[0].backward()
             found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})

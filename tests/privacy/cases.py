@@ -148,6 +148,29 @@ class Fails(nn.Module):
         return x
 
 
+class CalledAgain(nn.Module):
+    """One layer, three calls: for some records their gradients nearly cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.again(x) - self.again(x.tanh()) + torch.tanh(self.again(-x)))
+
+
+class Tied(nn.Module):
+    """The embedding is the weight of a layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head, self.last = nn.Embedding(7, 4), nn.Linear(4, 7), nn.Linear(7, 3)
+        self.head.weight = self.table.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.head(torch.tanh(self.table(words))).mean(1))
+
+
 def conv() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 3, 2, padding=1), nn.ReLU(), nn.GroupNorm(3, 3), nn.Flatten(), nn.Linear(36, 3)
@@ -159,6 +182,7 @@ class Case:
     """A model and what its records look like: "points" of 6 numbers, "tokens" of 5 words out of 7, or "both" in a dict.
 
     random  it draws numbers of its own
+    shared  its parameters are used several times, which `gradient` alone can bound
     flat    its losses do not move with most perturbations: their differences are nothing but rounding
     """
 
@@ -167,6 +191,7 @@ class Case:
     random: bool = False
     flat: bool = False
     dtype: torch.dtype = torch.float32
+    shared: bool = False
 
 
 MODELS: dict[str, Case] = {
@@ -199,6 +224,8 @@ MODELS: dict[str, Case] = {
     "dropout": Case(lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.4), nn.Tanh(), nn.Linear(5, 3)), random=True),
     "functional dropout": Case(FunctionalDropout, random=True),
     "noisy": Case(Noisy, random=True),
+    "called again": Case(CalledAgain, shared=True),
+    "tied": Case(Tied, "tokens", shared=True),
 }
 
 
@@ -384,6 +411,8 @@ class Pairs:
         self.name, self.case, self.huge_others = name, MODELS[name], huge_others
         start = list(MODELS).index(name) * (few or 0)
         self.mechanisms = [(start + i) % len(MECHANISMS) for i in range(few or len(MECHANISMS))]
+        if self.case.shared:
+            self.mechanisms = [i for i, mechanism in enumerate(MECHANISMS) if isinstance(mechanism, dpulr.Gradient)]
         self._replays: dict[int, Replay | None] = {}
 
     def replay(self, mechanism: int) -> Replay | None:

@@ -7,11 +7,13 @@ all parameters or only one of them (bias-only, scale-only).
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
@@ -102,6 +104,15 @@ class WeightSpaceHarness:
         torch.testing.assert_close(site.gains(call), torch.ones(len(case.x)).double(), **CLOSE)
         torch.testing.assert_close(_added(site, call, signal, scale), (scale.unsqueeze(1) * signal).sum(0), **CLOSE)
 
+    def test_exact_gradients_in_weight_space(self, case: Case) -> None:
+        """From a gradient at the output, by plain backpropagation of one record at a time."""
+        site, call = case.site("weight"), case.call()
+        slope = torch.randn(len(case.x), *call.output.shape[1:]).double()
+        found = site.signal_of(call, slope)
+        for i, x in enumerate(case.x):
+            own = torch.autograd.grad((case.module(x.unsqueeze(0)) * slope[i]).sum(), list(case.parameters.values()))
+            torch.testing.assert_close(found[i], torch.cat([g.flatten() for g in own]), **CLOSE)
+
     def test_empty_batch(self, case: Case) -> None:
         for space in ("weight", "output"):
             if space == "output" and not rule_for(case.module, case.parameters).has_output_space:
@@ -130,6 +141,22 @@ class LayerHarness(WeightSpaceHarness):
         site, call = case.site("output"), case.call()
         signal = torch.randn(len(case.x), *site.output_shape).double()
         torch.testing.assert_close(site.norms(call, signal.flatten(1)), case.gradients(signal).norm(dim=1), **CLOSE)
+
+    def test_exact_gradients_are_those_of_opacus(self, case: Case) -> None:
+        """Per-sample gradients of Opacus, from the same signal at the output."""
+        site, call = case.site("output"), case.call()
+        signal, scale = torch.randn(len(case.x), *site.output_shape).double(), torch.rand(len(case.x)).double()
+        own = self.opacus(case, signal)
+        torch.testing.assert_close(site.norms(call, signal.flatten(1)), own.norm(dim=1), rtol=1e-5, atol=1e-5)
+        found = _added(site, call, signal.flatten(1), scale)
+        torch.testing.assert_close(found, (scale.unsqueeze(1) * own).sum(0), rtol=1e-5, atol=1e-5)
+
+    def opacus(self, case: Case, signal: Tensor) -> Tensor:
+        """(records, parameters)."""
+        wrapped = GradSampleModule(deepcopy(case.module), batch_first=True, loss_reduction="sum", force_functorch=True)
+        (wrapped(case.x) * signal).sum().backward()
+        parameters = dict(wrapped._module.named_parameters())
+        return torch.cat([parameters[name].grad_sample.flatten(1) for name in case.parameters], dim=1)
 
     def test_gains_bound_the_operator_norm(self, case: Case) -> None:
         largest = torch.linalg.matrix_norm(case.jacobians(), ord=2)

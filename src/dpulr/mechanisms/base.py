@@ -66,6 +66,8 @@ class Mechanism(ABC):
 
     name: ClassVar[str]
     space: Space = "auto"
+    shares_parameters: ClassVar[bool] = False
+    """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
 
     @abstractmethod
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> Release:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from dpulr.model.differentiable import exact_layers
 from dpulr.model.forward import Forward
+from dpulr.model.layers import Call
 from dpulr.model.passes import Clean
+from dpulr.model.shared_sites import SharedSite
 from dpulr.model.sites import Site
 
 if TYPE_CHECKING:
@@ -22,19 +24,35 @@ if TYPE_CHECKING:
 
 
 class ExactPart:
-    """The exact gradients of the sites in `indices`, from a clean pass that has their slopes. `norms` are (sites, records)."""
+    """The exact gradients of `sites`, from a clean pass that has their slopes: one for each of their `uses`, in this order.
 
-    def __init__(self, sites: Sequence[Site], clean: Clean, indices: Sequence[int]) -> None:
-        self.indices, self.sites, self.calls = indices, [sites[i] for i in indices], [clean.calls[i] for i in indices]
-        own = zip(self.sites, self.calls, clean.slopes, strict=True)
-        self.signals = [site.signal_of(call, slope) for site, call, slope in own]
-        own = zip(self.sites, self.calls, self.signals, strict=True)
-        self.norms = torch.stack([site.norms(call, signal) for site, call, signal in own])
+    `norms` are (sites, records).
+    """
+
+    def __init__(self, sites: Sequence[Site], uses: Sequence[Sequence[int]], clean: Clean) -> None:
+        self.sites, self.calls = sites, [[clean.calls[i] for i in members] for members in uses]
+        slopes = iter(clean.slopes)
+        self.signals = [
+            signals_of(site, calls, [next(slopes) for _ in calls]) for site, calls in zip(sites, self.calls, strict=True)
+        ]
+        own = zip(sites, self.calls, self.signals, strict=True)
+        self.norms = torch.stack([norms_of(site, calls, signals) for site, calls, signals in own])
 
     def add(self, scales: Tensor, parts: Sequence[Tensor], *, precise: bool) -> None:
-        """Add the gradients, each record's times its scale (sites, records), to the sites' parts of a release."""
-        for i, site, call, signal, scale in zip(self.indices, self.sites, self.calls, self.signals, scales, strict=True):
-            site.add(call, signal, scale, parts[i], precise=precise)
+        """Add the gradients, each record's times its scale (sites, records), to these sites' parts of a release."""
+        for site, calls, signals, scale, part in zip(self.sites, self.calls, self.signals, scales, parts, strict=True):
+            if isinstance(site, SharedSite):
+                site.add_joint(calls, signals, scale, part, precise=precise)
+            else:
+                site.add(calls[0], signals[0], scale, part, precise=precise)
+
+
+def signals_of(site: Site, calls: Sequence[Call], slopes: Sequence[Tensor]) -> list[Tensor]:
+    return site.signals_of(calls, slopes) if isinstance(site, SharedSite) else [site.signal_of(calls[0], slopes[0])]
+
+
+def norms_of(site: Site, calls: Sequence[Call], signals: Sequence[Tensor]) -> Tensor:
+    return site.joint_norms(calls, signals) if isinstance(site, SharedSite) else site.norms(calls[0], signals[0])
 
 
 def settle_exact(settings: HiddenDirection, forward: Forward) -> HiddenDirection:

@@ -19,9 +19,12 @@ from dpulr.accounting.events import GaussianRelease
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Mechanism, SitewiseMechanism, WorstCase
 from dpulr.mechanisms.exact_part import ExactPart
+from dpulr.model.batches import count
 from dpulr.model.differentiable import backward_refusal
+from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
+from dpulr.model.shared_sites import SharedSite
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -49,6 +52,7 @@ class Gradient(Mechanism):
     layer_weights: tuple[float, ...] | None = None
     name: ClassVar[str] = "gradient"
     space: ClassVar[Space] = "known-output"  # type: ignore[misc]
+    shares_parameters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.positive("max_grad_norm", self.max_grad_norm)
@@ -80,13 +84,14 @@ class FittedGradient(SitewiseMechanism):
         super().__init__(forward, plan, noise_std=noise_std, memory_limit=memory_limit, seed=seed)
         self.settings = settings
         self.bounds = self._layer_bounds()
-        self.backward_to = range(len(self.sites))
+        self.backward_to = [i for members in forward.uses for i in members]
         refusal = backward_refusal(forward, self.backward_to)
         if refusal is not None:
             raise ModelRefused(f"{refusal}. {_ADVICE}")
+        self._check_shared()
 
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        exact = ExactPart(self.sites, clean, self.backward_to)
+        exact = ExactPart(self.sites, self.forward.uses, clean)
         exact.add(self.clip_factors(exact.norms), parts, precise=self.precise)
 
     def clip_factors(self, norms: Tensor) -> Tensor:
@@ -96,6 +101,27 @@ class FittedGradient(SitewiseMechanism):
         bounds = WITH_MARGIN * self.bounds.unsqueeze(1)
         factors: Tensor = bounds / (norms + _STABILITY) if self.settings.clipping == "normalised" else (bounds / norms).clamp(max=1)
         return factors
+
+    def _check_shared(self) -> None:
+        """The uses of shared parameters that were found must be all of them. Tried on synthetic records, against autograd."""
+        shared = [(place, site) for place, site in enumerate(self.sites) if isinstance(site, SharedSite)]
+        if not shared:
+            return
+        with torch.random.fork_rng(), EqualRows(count(self.forward.probe[1])):
+            (clean,) = self.forward.clean(*self.forward.probe, self.backward_to)
+            exact = ExactPart(self.sites, self.forward.uses, clean)
+            found = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+            exact.add(torch.ones_like(exact.norms), self.parts(found), precise=False)
+        expected = self.forward.weight_gradients()
+        for place, site in shared:
+            own = site.rule.split(self.parts(found)[place])
+            for name, parameter in site.parameters.items():
+                wanted = expected[parameter]
+                if not torch.allclose(own[name], wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())):
+                    raise ModelRefused(
+                        f"parameter '{name}' of {site.label} is used outside of these layers, too (tied by hand, or a penalty in "
+                        "the loss). That use would not be trained. Tie it as a parameter of a module, or freeze it."
+                    )
 
     def _layer_bounds(self) -> Tensor:
         """C for every layer; if clipped per layer, C_l with sum C_l^2 = C^2, in proportion to the weights."""

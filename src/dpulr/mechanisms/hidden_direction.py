@@ -181,9 +181,9 @@ class FittedHiddenDirection(SitewiseMechanism):
     def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor]) -> None:
         bound = WITH_MARGIN * self.weights[-1]
         if self.backward_to:
-            exact = ExactPart(self.sites, clean, self.backward_to)
-            norms = torch.linalg.vector_norm(exact.norms, dim=0)
-            exact.add((bound / norms).clamp(max=1).expand_as(exact.norms), parts, precise=self.precise)
+            exact = ExactPart([self.sites[i] for i in self.backward_to], [[i] for i in self.backward_to], clean)
+            scale = (bound / torch.linalg.vector_norm(exact.norms, dim=0)).clamp(max=1)
+            exact.add(scale.expand_as(exact.norms), [parts[i] for i in self.backward_to], precise=self.precise)
             return
         site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
         site.add(call, signal, (bound / site.norms(call, signal)).clamp(max=1), parts[-1], precise=self.precise)

@@ -35,8 +35,7 @@ class Layout:
         if settings.last_layer == "exact":
             self._check_last(sites[-1])
         self.backward_to = self._named(sites)
-        known = {i: make_site(sites[i].layer, sites[i].output_shape, "known-output") for i in self.backward_to}
-        self.sites = [known.get(i) or site.within(settings.kept_dims) for i, site in enumerate(sites)]
+        self.sites = [_whole(site) if i in self.backward_to else site.within(settings.kept_dims) for i, site in enumerate(sites)]
         self.groups = self._groups()
         self.dims = [sum(self.sites[i].dim for i in group) for group in self.groups]
         self.exact = len(self.groups) - 1 if settings.last_layer == "exact" or self.backward_to else None
@@ -102,3 +101,10 @@ class Layout:
             raise InvalidArgument(
                 f"layer_weights must be {len(self.groups)} positive numbers, one each for {names}; got {weights}."
             )
+
+
+def _whole(site: Site) -> Site:
+    """The same site for an exact gradient: at the layer's output wherever its rule knows that, and all of it."""
+    whole = make_site(site.layer, site.output_shape, "known-output")
+    whole.rule.scratch = site.rule.scratch
+    return whole

@@ -68,11 +68,11 @@ def backward_refusal(forward: Forward, indices: Sequence[int]) -> str | None:
     except ModelRefused:
         raise
     except Exception as problem:
-        where = f" behind {forward.sites[indices[0]].label}" if len(indices) == 1 else ""
+        where = f" behind {forward.passes.layers[indices[0]].label}" if len(indices) == 1 else ""
         said = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         return f"the model can't be differentiated{where}: {said}"
     for place, index in enumerate(indices):
-        label = forward.sites[index].label
+        label = forward.passes.layers[index].label
         found = [one[place] for one in alone]
         if any(slope is None for slope in found):
             return f"no gradient reaches {label}: something behind it can't be differentiated"
@@ -98,7 +98,7 @@ def _disagreement(forward: Forward, index: int) -> str | None:
     Along a line, the slopes add up to the difference of the losses at its ends: for a kink, too, but not for a jump, or for what
     autograd does not see.
     """
-    label = forward.sites[index].label
+    label = forward.passes.layers[index].label
     try:
         with other_weights(forward.parameters(), keep=1.0), torch.random.fork_rng():
             compared = [_along_lines(forward, row(forward.probe, i), index) for i in range(count(forward.probe[1]))]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpulr.model.batches import copied, count, row
+from dpulr.model.equal_rows import EqualRows
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.rescue import each_alone, together_or_apart
 from dpulr.model.sites import Site
@@ -29,11 +30,20 @@ class Forward:
     bytes_per_record  what a clean pass allocates for one record
     replay_bytes      for each site, what a pass from there to the loss allocates for one record
     probe             synthetic inputs and targets
+    uses              for each site, the numbers of its layers' calls: one, unless its parameters are shared
     """
 
     def __init__(
-        self, passes: Passes, sites: Sequence[Site], *, bytes_per_record: int, replay_bytes: Sequence[int], probe: tuple[Any, Any]
+        self,
+        passes: Passes,
+        sites: Sequence[Site],
+        *,
+        bytes_per_record: int,
+        replay_bytes: Sequence[int],
+        probe: tuple[Any, Any],
+        uses: Sequence[Sequence[int]] | None = None,
     ) -> None:
+        self.uses = [[i] for i in range(len(sites))] if uses is None else [list(members) for members in uses]
         self.passes, self.sites = passes, tuple(sites)
         self.bytes_per_record, self.replay_bytes, self.probe = bytes_per_record, tuple(replay_bytes), probe
         self.model, self.loss_fn = passes.model, passes.loss_fn
@@ -97,6 +107,14 @@ class Forward:
                 return clean.detached(), [None] * len(outputs)
             slopes = torch.autograd.grad(clean.losses.sum(), outputs, allow_unused=True)
         return clean.detached(), list(slopes)
+
+    def weight_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Plain gradients of the probe's losses in all trained parameters. All rows draw the same random numbers."""
+        records, parameters = count(self.probe[1]), self.parameters()
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(), EqualRows(records):
+            losses = self.passes.clean(*self.probe).losses
+            found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+        return {p: torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)}
 
     def losses(self, clean: Clean, index: int, moved: Tensor) -> Tensor:
         """(repeats, records) losses when the output of one site is `moved` (repeats, records, *out)."""

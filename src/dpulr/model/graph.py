@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -249,11 +250,12 @@ class Operand(NamedTuple):
 
 
 def layer_nodes(graph: fx.Graph, layers: list[Layer]) -> list[fx.Node]:
-    """The one node of each layer. A layer called twice, or never, is refused by name."""
+    """The node of each layer's call. A layer called more often than expected, or never, is refused by name."""
     by_name: dict[str, list[fx.Node]] = {layer.name: [] for layer in layers}
+    turns = Counter(layer.module for layer in layers)
     for node in graph.nodes:
         if node.op == "call_module" and node.target in by_name:
             by_name[node.target].append(node)
     for layer in layers:
-        refuse_calls(layer, len(by_name[layer.name]))
-    return [by_name[layer.name][0] for layer in layers]
+        refuse_calls(layer, len(by_name[layer.name]), turns[layer.module])
+    return [by_name[layer.name][layer.turn] for layer in layers]

@@ -7,6 +7,7 @@ Three ways share this interface: `TracedPasses` (model/replay.py) re-runs only w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,6 +97,7 @@ class Passes(ABC):
     ) -> None:
         self.model, self.loss_fn, self.layers, self.scratch = model, quick(loss_fn), layers, scratch
         self.marks = marks or ((),) * len(layers)
+        self.turns = Counter(layer.module for layer in layers)  # how often a pass calls each
 
     @abstractmethod
     def clean(self, inputs: Any, targets: Any) -> Clean:

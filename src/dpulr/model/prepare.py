@@ -24,13 +24,14 @@ from dpulr.model.layers import Call, is_foreign
 from dpulr.model.layers.check import check_rule
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
-from dpulr.model.passes import Marks, Move, Passes
+from dpulr.model.passes import Marks, Move, Passes, hooks
 from dpulr.model.quantised import refuse_observers
 from dpulr.model.replay import TracedPasses
 from dpulr.model.row_independence import check_rows, other_weights
 from dpulr.model.scratch import Scratch
+from dpulr.model.shared_sites import SharedSite
 from dpulr.model.sites import OutputSite, Site, Space, WeightSite, make_site
-from dpulr.model.trained_layers import Layer, find_layers, model_as_one_layer, with_enclosing_module
+from dpulr.model.trained_layers import Layer, by_turns, find_layers, model_as_one_layer, sharing, with_enclosing_module
 from dpulr.model.value_reads import observe
 from dpulr.model.whole_passes import HookedPasses, RecordwisePasses
 
@@ -49,6 +50,7 @@ def prepare(
     *,
     space: Space = "auto",
     method: str = "auto",
+    shared: bool = False,
 ) -> Forward:
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
@@ -64,22 +66,29 @@ def prepare(
                 "one record at a time, and whether it learns from what it sees can't be checked",
                 stacklevel=3,
             )
-        return _prepare(model, loss_fn, example, device, space=space, method=method)
+        return _prepare(model, loss_fn, example, device, space, method, shared)
 
 
 def _prepare(
-    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, *, space: Space, method: str
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example: tuple[Any, Any],
+    device: torch.device,
+    space: Space,
+    method: str,
+    shared: bool,
 ) -> Forward:
-    layers = find_layers(model)
+    layers = find_layers(model, shared=shared)
     seen = observe(model, loss_fn, example, device)
     scratch = check_rows(model, loss_fn, example, device, seen=seen)
     recordwise = seen.reads is not None
     generator = torch.Generator().manual_seed(_SEED)
     probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
     kind: Whole = partial(RecordwisePasses if recordwise else HookedPasses, scratch=scratch)
-    if recordwise and _skips_layers(kind(model, loss_fn, layers), probes):
+    if recordwise and (len(sharing(layers)) < len(layers) or _skips_layers(kind(model, loss_fn, layers), probes)):
         layers = model_as_one_layer(model)
-    layers, marks = _with_plain_outputs(kind, model, loss_fn, layers, probes)
+    turns = partial(_with_turns, kind(model, loss_fn, []), probes[0]) if shared and not recordwise else None
+    layers, marks = _with_plain_outputs(kind, model, loss_fn, layers, probes, turns)
     whole = kind(model, loss_fn, layers, marks)
     with other_weights(model.parameters(), keep=1.0):
         _refuse_use_elsewhere(whole, probes[1])
@@ -106,10 +115,16 @@ def _skips_layers(passes: Passes, probes: list[Probe]) -> bool:
 
 
 def _with_plain_outputs(
-    kind: Whole, model: nn.Module, loss_fn: LossFunction, layers: list[Layer], probes: list[Probe]
+    kind: Whole,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    layers: list[Layer],
+    probes: list[Probe],
+    turns: Callable[[list[Layer]], list[Layer]] | None,
 ) -> tuple[list[Layer], Marks]:
     """Layers that return one tensor with a row per record. One that does not (recurrent, say) gives way to the module around it."""
     while True:
+        layers = layers if turns is None else turns(layers)
         passes = kind(model, loss_fn, layers)
         with torch.inference_mode():
             small, large = [passes.clean(*probe).calls for probe in probes]
@@ -126,6 +141,18 @@ def _with_plain_outputs(
                 break
         else:
             return layers, tuple(marks)
+
+
+def _with_turns(passes: HookedPasses, probe: Probe, layers: list[Layer]) -> list[Layer]:
+    """The layers, each as often as a pass calls it."""
+    calls = dict.fromkeys((layer.module for layer in layers), 0)
+
+    def note(module: nn.Module, *_: Any) -> None:
+        calls[module] += 1
+
+    with torch.inference_mode(), hooks([(module, note) for module in calls]):
+        passes.clean(*probe)
+    return by_turns(layers, calls)
 
 
 def _warn_of_one_layer(layer: Layer) -> None:
@@ -173,7 +200,10 @@ def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
             ]
             sites.append(site)
             replay_bytes.append(max(second - first, 1))
-    return Forward(passes, sites, bytes_per_record=per_record, replay_bytes=replay_bytes, probe=probes[0])
+    uses = sharing(passes.layers)
+    joint = [sites[members[0]] if len(members) == 1 else SharedSite([sites[i] for i in members]) for members in uses]
+    replay_bytes = [sum(replay_bytes[i] for i in members) for members in uses]
+    return Forward(passes, joint, uses=uses, bytes_per_record=per_record, replay_bytes=replay_bytes, probe=probes[0])
 
 
 def _allocated(run: Callable[[], Any]) -> tuple[Any, int]:
@@ -226,9 +256,12 @@ def _carries_records(layer: Layer, small: Call, large: Call) -> tuple[bool, ...]
 
 def _refuse_use_elsewhere(passes: Passes, probe: Probe) -> None:
     """With a layer's output held fixed, its weights must not matter: what they do elsewhere would never be trained."""
+    alone = [members[0] for members in sharing(passes.layers) if len(members) == 1]
     with torch.inference_mode(), torch.random.fork_rng():
         clean = passes.clean(*probe)
         for i, layer in enumerate(passes.layers):
+            if i not in alone:  # what it shares is used elsewhere on purpose
+                continue
             fixed = clean.calls[i].output.unsqueeze(0)
             torch.manual_seed(_SEED)
             base = passes.losses(clean, [Move(i, fixed.clone())])  # the model may overwrite it

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,11 +16,12 @@ from dpulr.model.opaque import is_program
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that owns trained parameters, itself or in the modules below it."""
+    """A module that owns trained parameters, itself or in the modules below it. `turn`: which of its calls in a pass is meant."""
 
     name: str
     module: nn.Module
     parameters: dict[str, nn.Parameter]
+    turn: int = 0
 
     @property
     def label(self) -> str:
@@ -33,14 +34,20 @@ def is_layer(module: nn.Module) -> bool:
     return own or has_rule(module) or is_parametrized(module) or is_program(module)
 
 
-def find_layers(model: nn.Module) -> list[Layer]:
-    """All layers with trained parameters, in the order of registration. Raises ModelRefused by name."""
-    layers = [Layer(name, module, trained_parameters(module)) for name, module in _walk("", model)]
+def find_layers(model: nn.Module, *, shared: bool = False) -> list[Layer]:
+    """All layers with trained parameters, in the order of registration. Raises ModelRefused by name.
+
+    `shared`: layers may share parameters, because a record's influence is bounded over all of their calls.
+    """
+    modules = {module: name for name, module in reversed(list(_walk("", model)))} if shared else {}
+    layers = [
+        Layer(name, module, trained_parameters(module)) for name, module in _walk("", model) if modules.get(module, name) == name
+    ]
     owner: dict[nn.Parameter, Layer] = {}
     for layer in layers:
         for name, parameter in layer.module.named_parameters(remove_duplicate=False):
             _check_parameter(layer, name, parameter)
-            if parameter in owner and (owner[parameter] is not layer or parameter.requires_grad):
+            if parameter in owner and not shared and (owner[parameter] is not layer or parameter.requires_grad):
                 raise ModelRefused(
                     f"parameter '{name}' of {layer.label} is tied to {owner[parameter].label}. A record's influence would be "
                     "counted once and felt twice. Untie the two, or freeze the parameter (requires_grad_(False))."
@@ -78,9 +85,31 @@ def with_enclosing_module(model: nn.Module, layers: list[Layer], layer: Layer) -
     return [*kept[:first], around, *kept[first:]]
 
 
-def refuse_calls(layer: Layer, calls: int) -> None:
-    """A layer must be called exactly once per pass."""
-    if calls > 1:
+def sharing(layers: list[Layer]) -> list[list[int]]:
+    """The numbers of the layers, those that share a trained parameter together."""
+    groups: list[tuple[set[nn.Parameter], list[int]]] = []
+    for i, layer in enumerate(layers):
+        own = set(layer.parameters.values())
+        joined = [group for group in groups if group[0] & own]
+        groups = [group for group in groups if not group[0] & own]
+        members = sorted([i, *(member for group in joined for member in group[1])])
+        groups.append((own.union(*(group[0] for group in joined)), members))
+    return sorted(members for _, members in groups)
+
+
+def by_turns(layers: list[Layer], calls: Mapping[nn.Module, int]) -> list[Layer]:
+    """The layers, each as often as a pass calls it."""
+    for layer in layers:
+        if calls[layer.module] == 0:
+            refuse_calls(layer, 0)
+    return [replace(layer, turn=turn) for layer in layers if layer.turn == 0 for turn in range(calls[layer.module])]
+
+
+def refuse_calls(layer: Layer, calls: int, expected: int = 1) -> None:
+    """A layer must be called once per pass, or always as often."""
+    if calls > 1 and expected > 1 and calls != expected:
+        raise ModelRefused(f"{layer.label} is called {calls} times for some records, and {expected} times for others.")
+    if calls > 1 and expected == 1:
         raise ModelRefused(
             f"{layer.label} is called {calls} times in one forward pass. A record would be bounded once and felt {calls} times. "
             "Use one module per call, or freeze it (requires_grad_(False))."

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count as count_from
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpulr.model.batches import call_on_copy, copied, count, join, row
-from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Passes, hooks
 from dpulr.model.trained_layers import refuse_calls
 
@@ -18,24 +18,21 @@ class HookedPasses(Passes):
     """Runs the whole model, once per layer that is moved."""
 
     def clean(self, inputs: Any, targets: Any) -> Clean:
-        seen: list[list[Call]] = [[] for _ in self.layers]
+        seen: dict[nn.Module, list[tuple[Any, Any, Any]]] = {module: [] for module in self.turns}
 
-        def note(index: int) -> Any:
-            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-                if torch.is_grad_enabled() and isinstance(output, Tensor):  # what follows may change it in place: it gets a copy
-                    own_args, own_kwargs = copied((args, kwargs))
-                    seen[index].append(self.call(index, own_args, own_kwargs, output))
-                    return output.clone()
-                seen[index].append(self.call(index, *copied((args, kwargs, output))))
-                return None
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            if torch.is_grad_enabled() and isinstance(output, Tensor):  # what follows may change it in place: it gets a copy
+                seen[module].append((*copied((args, kwargs)), output))
+                return output.clone()
+            seen[module].append(copied((args, kwargs, output)))
+            return None
 
-            return hook
-
-        with self.scratch.fresh(), hooks([(layer.module, note(i)) for i, layer in enumerate(self.layers)]):
+        with self.scratch.fresh(), hooks([(module, note) for module in self.turns]):
             output = call_on_copy(self.model, inputs)
-        for layer, calls in zip(self.layers, seen, strict=True):
-            refuse_calls(layer, len(calls))
-        return Clean(inputs, targets, self.loss_fn(output, targets), [calls[0] for calls in seen], output)
+        for layer in self.layers:
+            refuse_calls(layer, len(seen[layer.module]), self.turns[layer.module])
+        calls = [self.call(i, *seen[layer.module][layer.turn]) for i, layer in enumerate(self.layers)]
+        return Clean(inputs, targets, self.loss_fn(output, targets), calls, output)
 
     def losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
         return torch.stack([self._moved_losses(clean, move) for move in moves])
@@ -54,8 +51,10 @@ class HookedPasses(Passes):
         if self.layers[index].module is self.model:
             return moved
 
-        def replace(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
-            return moved
+        turns = count_from(0)
+
+        def replace(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+            return moved if next(turns) == self.layers[index].turn else None
 
         with self.scratch.fresh(), hooks([(self.layers[index].module, replace)]):
             return call_on_copy(self.model, inputs)

@@ -76,11 +76,11 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
     started = time.perf_counter()
     training = Training(settings, train, make_model(settings))
     engine, model = training.engine, training.model
-    ready = time.perf_counter()
+    ready, processor = time.perf_counter(), time.process_time()
     for _ in training.steps():
         if progress is not None:
             progress(engine.steps_taken, engine.planned_steps, model)
-    seconds = time.perf_counter() - ready
+    seconds, processor = time.perf_counter() - ready, time.process_time() - processor
     spent = engine.privacy_spent()
     return {
         "settings": settings.to_dict(),
@@ -94,6 +94,7 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         **score(model, test).figures(),
         "setup_seconds": round(ready - started, 2),
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(processor, 2),
         "version": __version__,
         "torch": torch.__version__,
     }

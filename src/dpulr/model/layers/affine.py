@@ -7,6 +7,7 @@ two Gram matrices, the batch's sum is one matrix product: nothing of size batch 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -43,9 +44,16 @@ class AffineRule(WeightLinearRule):
         return lengths[:, 0] if lengths.shape[1] == 1 else lengths.amax(1)
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
-        x, u = self.features(call.input), self.grouped(signal)
+        return self._norms(self.features(call.input), self.grouped(signal))
+
+    def joint_norms(self, calls: Sequence[Call], signals: Sequence[Tensor]) -> Tensor:
+        """A further call is more positions."""
+        x, u = [self.features(call.input) for call in calls], [self.grouped(signal) for signal in signals]
+        return self._norms(torch.cat(x, dim=2), torch.cat(u, dim=2))
+
+    def _norms(self, x: Tensor, u: Tensor) -> Tensor:
         positions = x.shape[2]
-        bound = row_norm(self._lengths(x).double() * _lengths(u)).to(signal.dtype)
+        bound = row_norm(self._lengths(x).double() * _lengths(u)).to(u.dtype)
         if positions == 1:
             return bound
         if _gradient_is_smaller(positions, u.shape[3], x.shape[3]):

@@ -7,7 +7,7 @@ A *record* is one row of the batch. A perturbation has shape (repeats, records, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -181,6 +181,10 @@ class LayerRule:
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         """Exact norm of each record's gradient J_i^T signal_i, signal of the output's shape."""
         raise TypeError(f"{type(self.module).__name__} has no output space")
+
+    def joint_norms(self, calls: Sequence[Call], signals: Sequence[Tensor]) -> Tensor | None:
+        """Exact norm of each record's sum of gradients over several calls; None where it takes the gradients themselves."""
+        return None
 
     def gains(self, call: Call) -> Tensor:
         """For each record an upper bound of ||J_i||: how much longer than its signal its gradient can be."""
