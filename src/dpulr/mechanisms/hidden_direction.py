@@ -143,7 +143,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
-        self._own_repeats, self._owns_exact = settings.repeats, True
+        self._own_repeats, self._owns_exact = [settings.repeats] * len(self.layout.hidden_groups), True
         self._bounds = self._site_bounds()
         self._overlaps = self._site_overlaps()
         for group in self.layout.hidden_groups:
@@ -166,14 +166,20 @@ class FittedHiddenDirection(SitewiseMechanism):
         return overlaps
 
     def split_passes(self, rank: int, size: int) -> None:
-        """A part of the repeats, whose mean over all ranks is still bounded; rank 0 has the exact layer."""
-        if size > self.settings.repeats:
-            raise InvalidArgument(f"parallel='passes' shares {self.settings.repeats} repeats among {size} ranks: some have none.")
-        self._own_repeats, self._owns_exact = len(range(rank, self.settings.repeats, size)), rank == 0
+        """Repeats of layers are dealt out in turn, the exact part as the last. The sum over all ranks is bounded as before."""
+        repeats, groups = self.settings.repeats, len(self.layout.hidden_groups)
+        dealt = repeats * groups
+        if size > dealt + (self.layout.exact is not None):
+            raise InvalidArgument(
+                f"parallel='passes' deals {repeats} repeats of {groups} layers to {size} ranks: some have nothing to do. Use fewer "
+                "ranks, or parallel='records'."
+            )
+        self._own_repeats = [sum(i % size == rank for i in range(g * repeats, (g + 1) * repeats)) for g in range(groups)]
+        self._owns_exact = dealt % size == rank
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        if self.hidden:
+        if any(self._own_repeats):
             self._add_hidden(clean, public, directions, parts)
         if self.layout.exact is not None and self._owns_exact:
             self._add_exact(clean, public, parts)
@@ -192,8 +198,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
         scales = dict(zip(self.hidden, (self._bounds / gains).nan_to_num_(0, 0, 0), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
-        estimates = self.estimates(clean, public, directions)
-        for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
+        groups = [self.layout.groups[g] for together, _ in self._passes(clean.records) for g in together]
+        for group, estimate in zip(groups, self.estimates(clean, public, directions), strict=True):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
                 self.sites[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
@@ -209,7 +215,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         return [part * records * sum(dims[g] for g in groups) for groups, repeats in self._passes(records) for part in repeats]
 
     def estimates(self, clean: Clean, public: Bases, directions: Directions) -> Iterator[Tensor]:
-        """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1."""
+        """For each hidden group, in the order of `_passes` (records, dim): the mean over the repeats of z b, of norm at most 1."""
         for groups, parts in self._passes(clean.records):
             sums: list[Tensor] = []
             for repeats in parts:
@@ -219,23 +225,24 @@ class FittedHiddenDirection(SitewiseMechanism):
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
 
-    def _passes(self, records: int) -> Iterator[tuple[range, list[int]]]:
-        """Hidden groups that share their passes, as many as there is room for, and how many repeats each pass has.
+    def _passes(self, records: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Hidden groups of this rank that share their passes, as many as there is room for, and how many repeats each pass has.
 
         Each set of groups has a program of its own: the number of records is rounded up, so that batches of about a size share it.
         """
-        start, end = 0, len(self.layout.hidden_groups)
         coarse = 2 ** max(0, records.bit_length() - 3)
         records = -(-records // coarse) * coarse
-        while start < end:
-            stop = start + 1
-            while stop < end and self.chunks.replays(sum(self._group_bytes[start : stop + 1]), records):
-                stop += 1
-            room = sum(self._group_bytes[start:stop])
-            yield range(start, stop), list(self.chunks.repeats(room, records, self._own_repeats))
-            start = stop
+        for repeats in sorted(set(self._own_repeats) - {0}):
+            left = [g for g, own in enumerate(self._own_repeats) if own == repeats]
+            while left:
+                count, room = 1, self._group_bytes[left[0]]
+                while count < len(left) and self.chunks.replays(room + self._group_bytes[left[count]], records):
+                    room += self._group_bytes[left[count]]
+                    count += 1
+                yield left[:count], list(self.chunks.repeats(room, records, repeats))
+                left = left[count:]
 
-    def difference(self, clean: Clean, groups: range, z: list[Tensor], public: Bases) -> Tensor:
+    def difference(self, clean: Clean, groups: Sequence[int], z: list[Tensor], public: Bases) -> Tensor:
         """(groups, repeats, records): how much higher the loss is when moved than when not, or than when moved the other way."""
         moves = [self.move(clean, self.layout.groups[g], draws, public) for g, draws in zip(groups, z, strict=True)]
         losses = self.forward.all_losses(clean, moves)
