@@ -25,6 +25,7 @@ from dpulr.mechanisms.layout import Layout
 from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean, Move, Shift
+from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -61,6 +62,7 @@ class HiddenDirection(Mechanism):
     groups: int | None = None
     exact: Literal["none", "auto"] | tuple[str, ...] = "none"
     name: ClassVar[str] = "hidden-direction"
+    calls_again: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
@@ -134,7 +136,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         self.settings, self.layout = settings, settings.layout(forward.sites)
         std = plan.noise_multiplier
         super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, sites=self.layout.sites)
-        self.backward_to = self.layout.backward_to
+        self.backward_to = [i for place in self.layout.backward_to for i in forward.uses[place]]
         refusal = backward_refusal(forward, self.backward_to) if self.backward_to else None
         if refusal is not None:
             raise ModelRefused(f"exact={settings.exact_names}: {refusal}. Leave it out of exact, or say exact='auto'.")
@@ -181,21 +183,23 @@ class FittedHiddenDirection(SitewiseMechanism):
     def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor]) -> None:
         bound = WITH_MARGIN * self.weights[-1]
         if self.backward_to:
-            exact = ExactPart([self.sites[i] for i in self.backward_to], [[i] for i in self.backward_to], clean)
+            places = self.layout.backward_to
+            exact = ExactPart([self.sites[i] for i in places], [self.forward.uses[i] for i in places], clean)
             scale = (bound / torch.linalg.vector_norm(exact.norms, dim=0)).clamp(max=1)
-            exact.add(scale.expand_as(exact.norms), [parts[i] for i in self.backward_to], precise=self.precise)
+            exact.add(scale.expand_as(exact.norms), [parts[i] for i in places], precise=self.precise)
             return
         site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
         site.add(call, signal, (bound / site.norms(call, signal)).clamp(max=1), parts[-1], precise=self.precise)
 
     def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
+        calls = self.forward.calls(clean)
+        gains = torch.stack([self.sites[i].gains(calls[i]) for i in self.hidden])
         scales = dict(zip(self.hidden, (self._bounds / gains).nan_to_num_(0, 0, 0), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
         estimates = self.estimates(clean, public, directions)
         for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
-                self.sites[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
+                self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
@@ -251,12 +255,22 @@ class FittedHiddenDirection(SitewiseMechanism):
             self.sites[i].perturbation(share, length * self.sites[i].scale, public[i])
             for i, share in zip(group, self._shares(group, z), strict=True)
         ]
-        first, call = self.sites[group[0]], clean.calls[group[0]]
+        first, *rest = [shift for i, delta in zip(group, deltas, strict=True) for shift in self._shifts(clean, i, delta)]
+        call = clean.calls[first.site_index]
         if self.settings.antithetic:
-            moved, rest = first.moved_both_ways(call, deltas[0]), [torch.cat([delta, -delta]) for delta in deltas[1:]]
+            moved = first.site.moved_both_ways(call, first.delta)
+            rest = [Shift(i, site, torch.cat([delta, -delta])) for i, site, delta in rest]
         else:
-            moved, rest = first.moved(call, deltas[0]), deltas[1:]
-        return Move(group[0], moved, [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], rest, strict=True)])
+            moved = first.site.moved(call, first.delta)
+        return Move(first.site_index, moved, rest)
+
+    def _shifts(self, clean: Clean, place: int, delta: Tensor) -> list[Shift]:
+        """A site's move, call by call."""
+        site, uses = self.sites[place], self.forward.uses[place]
+        if not isinstance(site, RepeatedSite):
+            return [Shift(uses[0], site, delta)]
+        shares = site.joint([clean.calls[i] for i in uses]).shares.to(delta)
+        return [Shift(i, one, share.unsqueeze(1) * delta) for i, one, share in zip(uses, site.members, shares, strict=True)]
 
     def _shares(self, group: Sequence[int], signal: Tensor) -> tuple[Tensor, ...]:
         """What each site of a group has of a vector."""
@@ -290,10 +304,10 @@ class FittedHiddenDirection(SitewiseMechanism):
         with torch.inference_mode():
             clean = passes.clean(*self.forward.probe)
             zeros = [torch.zeros(1, clean.records, self.sites[i].full_dim, device=self.device, dtype=self.dtype) for i in group]
-            moved = self.sites[group[0]].moved(clean.calls[group[0]], zeros[0])
-            rest = [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], zeros[1:], strict=True)]
+            first, *rest = [shift for i, delta in zip(group, zeros, strict=True) for shift in self._shifts(clean, i, delta)]
+            moved = first.site.moved(clean.calls[first.site_index], first.delta)
             try:
-                passes.losses(clean, [Move(group[0], moved, rest)])
+                passes.losses(clean, [Move(first.site_index, moved, rest)])
             except RuntimeError as error:
                 label = self.layout.label(group)
                 raise ModelRefused(f"{label} can't be one group: {error} Use other groups, or groups=None.") from error
