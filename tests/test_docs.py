@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -68,6 +69,7 @@ def test_the_stages_of_a_step_stand_in_the_order_of_the_code() -> None:
 
 
 # --- imports --------------------------------------------------------------------------------------------------------------
+@cache
 def imports() -> dict[str, set[str]]:
     """For every module of src all that it imports, inside functions too."""
     found: dict[str, set[str]] = {}
