@@ -128,9 +128,7 @@ class PrivacyEngine:
         )
         space = self.mechanism.space
         again = self.mechanism.calls_again
-        self.forward = prepare(
-            model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared, again=again
-        )
+        self.forward = prepare(model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared, again=again)
         self.mechanism = self.mechanism.settled(self.forward)
         self._agree(
             loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
