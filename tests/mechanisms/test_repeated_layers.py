@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import snntorch
 import torch
-from snntorch import utils
+from snntorch import spikegen, utils
 from torch import Tensor, nn
 
 import dpulr
@@ -180,7 +180,7 @@ class RateCoded(Recurrent):
     def forward(self, x: Tensor) -> Tensor:
         spike, membrane = self.lif.init_rleaky()
         out = x.new_zeros(len(x), 3)
-        for now in snntorch.spikegen.rate(x.sigmoid(), num_steps=STEPS):
+        for now in spikegen.rate(x.sigmoid(), num_steps=STEPS):
             spike, membrane = self.lif(self.fc1(now), spike, membrane)
             out = out + self.fc2(spike)
         return out

@@ -160,7 +160,6 @@ class RepeatedSite(SharedSite):
         self._one = members[0].within(subspace)
         super().__init__(members)
         self.kept, self.reduced, self.dim, self.full_dim = self._one.kept, self._one.reduced, self._one.dim, self._one.full_dim
-        self.rule.finite_gain_suffices = self._one.rule.finite_gain_suffices
 
     def within(self, subspace: int | None) -> Site:
         return RepeatedSite(self.members, subspace)
