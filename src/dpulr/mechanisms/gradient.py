@@ -146,7 +146,7 @@ class FittedGradient(SitewiseMechanism):
             (clean,) = self.forward.clean(*self.forward.probe, self.backward_to)
             exact = ExactPart(self.sites, self.forward.uses, clean)
             found = torch.zeros(self.size, device=self.device, dtype=self.dtype)
-            exact.add(torch.ones_like(exact.norms), self.parts(found), precise=False)
+            exact.add(torch.ones_like(exact.norms), self.parts(found)[: len(self.sites)], precise=False)
         expected = self.forward.weight_gradients()
         for place, site in shared:
             own = site.rule.split(self.parts(found)[place])
@@ -172,7 +172,7 @@ class FittedGradient(SitewiseMechanism):
         """Bounds that start with the lengths of gradients on synthetic records."""
         with self.forward.checked_mode():
             cleans = trial(self.forward, self.backward_to)
-        lengths = [self._compared(ExactPart(self.sites, clean, self.backward_to).norms) for clean in cleans]
+        lengths = [self._compared(ExactPart(self.sites, self.forward.uses, clean).norms) for clean in cleans]
         std, quantile, batch = self.noise_std or 1.0, self.settings.quantile, plan.expected_batch_size
         noise = noise_of_votes(plan.noise_multiplier or 1.0)
         return Scales(typical(lengths, quantile), quantile=quantile, noise_std=std, noise_multiplier=noise, batch=batch)

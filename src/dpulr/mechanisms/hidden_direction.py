@@ -203,13 +203,16 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor], below: Tensor) -> None:
         if self.backward_to:
-            exact = ExactPart([self.sites[i] for i in self.backward_to], [[i] for i in self.backward_to], clean)
+            exact = self._exact_part(clean)
             factors = self._exact_factors(torch.linalg.vector_norm(exact.norms, dim=0), clean, below)
             exact.add(factors.expand_as(exact.norms), [parts[i] for i in self.backward_to], precise=self.precise)
             return
         index = len(self.sites) - 1
         site, call, signal = self.sites[index], clean.calls[index], self.slopes(clean, index, public[index])
         site.add(call, signal, self._exact_factors(site.norms(call, signal), clean, below), parts[index], precise=self.precise)
+
+    def _exact_part(self, clean: Clean) -> ExactPart:
+        return ExactPart([self.sites[i] for i in self.backward_to], [[i] for i in self.backward_to], clean)
 
     def _exact_factors(self, norms: Tensor, clean: Clean, below: Tensor) -> Tensor:
         """What exact gradients of these norms are multiplied by: clipped to the bound, or at their scale, which becomes it."""
@@ -353,7 +356,7 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def _exact_lengths(self, clean: Clean, public: Bases) -> Tensor:
         if self.backward_to:
-            joint: Tensor = torch.linalg.vector_norm(ExactPart(self.sites, clean, self.backward_to).norms, dim=0)
+            joint: Tensor = torch.linalg.vector_norm(self._exact_part(clean).norms, dim=0)
             return joint
         index = len(self.sites) - 1
         return self.sites[index].norms(clean.calls[index], self.slopes(clean, index, public[index]))
