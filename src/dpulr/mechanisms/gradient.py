@@ -54,7 +54,7 @@ class Gradient(Mechanism):
     max_grad_norm: float | Literal["adaptive"] = 1.0
     clipping: Clipping = "joint"
     layer_weights: tuple[float, ...] | None = None
-    quantile: float = 0.8
+    quantile: float = 0.95
     name: ClassVar[str] = "gradient"
     takes_weights: ClassVar[bool] = True
     space: ClassVar[Space] = "known-output"  # type: ignore[misc]

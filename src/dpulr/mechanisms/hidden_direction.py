@@ -65,7 +65,7 @@ class HiddenDirection(Mechanism):
     antithetic: bool = False
     groups: int | None = None
     exact: Literal["none", "auto"] | tuple[str, ...] = "none"
-    quantile: float = 0.75
+    quantile: float = 0.95
     name: ClassVar[str] = "hidden-direction"
     takes_weights: ClassVar[bool] = True
 
