@@ -27,9 +27,9 @@ from dpulr.accounting.statement import Guarantee
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, InvalidArgument, StepError
+from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.check import check_mechanism, is_foreign
-from dpulr.loops import Batches, Epochs
 from dpulr.misuse import Watch
 from dpulr.model.batches import copied
 from dpulr.model.losses import LossFunction
