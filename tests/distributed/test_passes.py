@@ -81,15 +81,19 @@ def three_layers(rank: int, mechanism: Any) -> tuple[Tensor, list[int], bool]:
 
 
 @pytest.mark.parametrize(
-    ("size", "last_layer", "repeats"),
+    ("size", "last_layer", "kappa", "repeats"),
     [
-        (2, "hidden", [[1, 0, 1], [0, 1, 0]]),
-        (3, "hidden", [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
-        (3, "exact", [[1, 0], [0, 1], [0, 0]]),
+        (2, "hidden", None, [[1, 0, 1], [0, 1, 0]]),
+        (3, "hidden", "adaptive", [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
+        (3, "exact", None, [[1, 0], [0, 1], [0, 0]]),
+        (3, "exact", "adaptive", [[1, 0], [0, 1], [0, 0]]),
     ],
 )
-def test_the_layers_are_dealt_out_and_add_up_to_the_sum_of_one_process(size: int, last_layer: Any, repeats: Any) -> None:
-    mechanism = dpulr.HiddenDirection(subspace=None, last_layer=last_layer)
+def test_the_layers_are_dealt_out_and_add_up_to_the_sum_of_one_process(
+    size: int, last_layer: Any, kappa: Any, repeats: Any
+) -> None:
+    """Votes about scales included: of a record, one rank votes about each."""
+    mechanism = dpulr.HiddenDirection(subspace=None, last_layer=last_layer, kappa=kappa)
     found = on_ranks(size, three_layers, mechanism)
     expected = three_layers(0, mechanism)[0]
     assert expected.norm() > 0.1

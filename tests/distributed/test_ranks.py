@@ -28,10 +28,12 @@ MECHANISMS = [
     dpulr.HiddenDirection(repeats=2, last_layer="exact"),
     dpulr.HiddenDirection(repeats=2, subspace=2, antithetic=True, kappa=0.1),
     dpulr.HiddenDirection(groups=2),
+    dpulr.HiddenDirection(kappa="adaptive"),
     dpulr.Gaussian(repeats=2, estimator="antithetic"),
     dpulr.Gaussian(repeats=2, clipping="per-layer"),
     dpulr.Gradient(),
     dpulr.Gradient(clipping="per-layer"),
+    dpulr.Gradient(max_grad_norm="adaptive"),
     dpulr.ZerothOrder(),
 ]
 
