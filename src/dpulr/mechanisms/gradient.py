@@ -53,6 +53,7 @@ class Gradient(Mechanism):
     name: ClassVar[str] = "gradient"
     space: ClassVar[Space] = "known-output"  # type: ignore[misc]
     shares_parameters: ClassVar[bool] = True
+    bounds_people: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.positive("max_grad_norm", self.max_grad_norm)

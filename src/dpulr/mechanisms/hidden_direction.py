@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -22,9 +22,11 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
 from dpulr.mechanisms.exact_part import ExactPart, exact_notes, settle_exact
 from dpulr.mechanisms.layout import Layout
+from dpulr.mechanisms.person_norms import per_unit
 from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean, Move, Shift
+from dpulr.model.people import People
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -48,6 +50,7 @@ class HiddenDirection(Mechanism):
     groups         None perturbs layer by layer; a number makes so many groups of neighbouring layers, each with one joint direction
                    and one pass: the cost of a step then grows with the depth, not with its square
     subspace       directions hide in a public subspace of m dimensions per layer ("auto": 4 per repeat, at least 16); None: in all
+    per_person     the most records of a person that share a direction and a bit; the engine sets it (unit=)
     """
 
     repeats: int = 1
@@ -60,10 +63,13 @@ class HiddenDirection(Mechanism):
     antithetic: bool = False
     groups: int | None = None
     exact: Literal["none", "auto"] | tuple[str, ...] = "none"
+    per_person: int = 1
     name: ClassVar[str] = "hidden-direction"
+    bounds_people: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
+        validate.whole_number("per_person", self.per_person)
         validate.boolean("antithetic", self.antithetic)
         validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
         validate.one_of("space", self.space, get_args(Space))
@@ -100,7 +106,9 @@ class HiddenDirection(Mechanism):
     @property
     def kept_dims(self) -> int | None:
         """Dimensions of the public subspaces."""
-        return max(16, 4 * self.repeats) if self.subspace == "auto" else self.subspace
+        if self.subspace != "auto":
+            return self.subspace
+        return max(4, -(-max(16, 4 * self.repeats) // self.per_person))
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> HiddenDirectionRelease:
         return self.layout(sites).release(noise_multiplier)
@@ -112,12 +120,15 @@ class HiddenDirection(Mechanism):
     def settled(self, forward: Forward) -> HiddenDirection:
         return settle_exact(self, forward)
 
+    def for_people(self, most: int) -> HiddenDirection:
+        return replace(self, per_person=most)
+
     def notes(self, forward: Forward) -> list[str]:
         return exact_notes(self, forward)
 
     def passes(self, sites: Sequence[Site]) -> int:
         layout = self.layout(sites)
-        exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.dims[layout.exact]
+        exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.sites[-1].dim
         return 1 + (2 if self.antithetic else 1) * self.repeats * len(layout.hidden_groups) + exact
 
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
@@ -185,11 +196,14 @@ class FittedHiddenDirection(SitewiseMechanism):
             scale = (bound / torch.linalg.vector_norm(exact.norms, dim=0)).clamp(max=1)
             exact.add(scale.expand_as(exact.norms), [parts[i] for i in self.backward_to], precise=self.precise)
             return
-        site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
-        site.add(call, signal, (bound / site.norms(call, signal)).clamp(max=1), parts[-1], precise=self.precise)
+        site, call = self.sites[-1], clean.calls[-1]
+        signal, norms = per_unit(site, call, self.slopes(clean, len(self.sites) - 1, public[-1]), clean.people)
+        site.add(call, signal, (bound / norms).clamp(max=1), parts[-1], precise=self.precise)
 
     def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
         gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
+        if clean.people is not None:
+            gains = clean.people.joint_norms(gains)
         scales = dict(zip(self.hidden, (self._bounds / gains).nan_to_num_(0, 0, 0), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
         estimates = self.estimates(clean, public, directions)
@@ -209,12 +223,18 @@ class FittedHiddenDirection(SitewiseMechanism):
         return [part * records * sum(dims[g] for g in groups) for groups, repeats in self._passes(records) for part in repeats]
 
     def estimates(self, clean: Clean, public: Bases, directions: Directions) -> Iterator[Tensor]:
-        """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1."""
+        """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1.
+
+        A person's records have a block each of one z, and one b: together they have norm at most 1.
+        """
+        people, units = clean.people, clean.records if clean.people is None else clean.people.count
         for groups, parts in self._passes(clean.records):
             sums: list[Tensor] = []
             for repeats in parts:
-                z = directions.spheres([(repeats, clean.records, self.layout.dims[g]) for g in groups])
-                b = self.bit(self.difference(clean, groups, z, public)).div_(self.settings.repeats)
+                z = directions.spheres([(repeats, units, self.layout.dims[g]) for g in groups])
+                if people is not None:
+                    z = [people.shares(draws) for draws in z]
+                b = self.bits(self.difference(clean, groups, z, public), people).div_(self.settings.repeats)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
@@ -246,7 +266,7 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def move(self, clean: Clean, group: Sequence[int], z: Tensor, public: Bases) -> Move:
         """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
-        length = self.settings.radius * math.sqrt(z.shape[2])
+        length = self.settings.radius * math.sqrt(z.shape[2] * self.settings.per_person)
         deltas = [
             self.sites[i].perturbation(share, length * self.sites[i].scale, public[i])
             for i, share in zip(group, self._shares(group, z), strict=True)
@@ -263,6 +283,12 @@ class FittedHiddenDirection(SitewiseMechanism):
         if len(group) == 1:
             return (signal,)
         return torch.split(signal, [self.sites[i].dim for i in group], dim=-1)
+
+    def bits(self, difference: Tensor, people: People | None) -> Tensor:
+        """A bit for each record; with people, that of the person's mean loss."""
+        if people is None:
+            return self.bit(difference)
+        return people.to_rows(self.bit(people.mean(difference.nan_to_num(0, 0, 0))))
 
     def bit(self, difference: Tensor) -> Tensor:
         """b in [-1, 1]; 0 where a loss was not finite."""

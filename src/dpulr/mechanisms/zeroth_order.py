@@ -23,6 +23,7 @@ from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, 
 from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import call_on_copy, count, row
 from dpulr.model.forward import Forward
+from dpulr.model.people import People
 from dpulr.model.rescue import each_alone, together_or_apart
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
@@ -53,6 +54,7 @@ class ZerothOrder(Mechanism):
     max_grad_norm: float = 1.0
     directions: Literal["normal", "sphere"] = "normal"
     name: ClassVar[str] = "zeroth-order"
+    bounds_people: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
@@ -98,10 +100,16 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
 
     def sum_of_bounded_signals(self, batch: Batch, public: Seeds, directions: Directions) -> Tensor:
         """(repeats,): the sum of the records' clipped slopes. Nothing is drawn in secret."""
+        return self._sum(batch, None, public)
+
+    def sum_over_people(self, batch: Batch, people: People, public: Seeds, directions: Directions) -> Tensor:
+        return self._sum(batch, people, public)
+
+    def _sum(self, batch: Batch, people: People | None, public: Seeds) -> Tensor:
         total = torch.zeros(self.size, device=self.forward.device, dtype=torch.float64)
-        for chunk in self.chunks.records(batch):
+        for chunk, own in self.chunks.people(batch, people):
             slopes = torch.stack([self.slopes(*chunk, self.direction(seed)) for seed in public], dim=1)
-            total += self.clipped(slopes).sum(0)
+            total += self.clipped(slopes, own).sum(0)
         return total
 
     def gradients(self, values: Tensor, public: Seeds, into: Gradients) -> None:
@@ -153,9 +161,11 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
 
         return self.forward.loss_fn(call_on_copy(model, inputs), targets)
 
-    def clipped(self, slopes: Tensor) -> Tensor:
-        """(records, repeats) slopes, each record scaled to the bound. What is not finite becomes zero."""
+    def clipped(self, slopes: Tensor, people: People | None = None) -> Tensor:
+        """(records, repeats) slopes, or means over people, each scaled to the bound. What is not finite becomes zero."""
         slopes = torch.where(torch.isfinite(slopes), slopes, 0).double()
+        if people is not None:
+            slopes = people.mean(slopes.t()).t()
         norms = torch.linalg.vector_norm(slopes, dim=1, keepdim=True)
         scale: Tensor = (_WITH_MARGIN * self.settings.max_grad_norm / norms).clamp(max=1)
         return slopes * scale

@@ -81,13 +81,25 @@ def make_mechanism(settings: Settings) -> Mechanism:
         raise UsageError(str(problem)) from problem
 
 
-def _call(path: str, offered: Mapping[str, Any]) -> Any:
-    """Call package.module:function with those of the offered arguments that it takes."""
+def make_unit(settings: Settings) -> str | Callable[[Any], Any] | None:
+    """Who a record belongs to: the name of a column, or a function of a record."""
+    if settings.unit is None or ":" not in settings.unit:
+        return settings.unit
+    return _function(settings.unit)
+
+
+def _function(path: str) -> Callable[..., Any]:
     module_name, _, function_name = path.partition(":")
-    module = user_module(module_name)
-    function = getattr(module, function_name, None)
+    function = getattr(user_module(module_name), function_name, None)
     if not callable(function):
         raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _call(path: str, offered: Mapping[str, Any]) -> Any:
+    """Call package.module:function with those of the offered arguments that it takes."""
+    function = _function(path)
     try:
         taken = inspect.signature(function).parameters
         return function(**{name: value for name, value in offered.items() if name in taken})

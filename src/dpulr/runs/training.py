@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from dpulr import __version__
 from dpulr.accounting.events import Release
 from dpulr.engine import PrivacyEngine
-from dpulr.runs.loading import load_data, make_mechanism, make_model
+from dpulr.runs.loading import load_data, make_mechanism, make_model, make_unit
 from dpulr.runs.settings import Settings
 from dpulr.scores import score
 
@@ -52,6 +52,8 @@ class Training:
             min_dataset_size=settings.min_dataset_size,
             seed=settings.seed + 1_000_003 * round,
             insecure_noise_seed=settings.insecure_noise_seed,
+            unit=make_unit(settings),
+            max_per_person=settings.max_per_person,
         )
 
     def learning_rate(self) -> float:
