@@ -228,7 +228,7 @@ def test_the_readme_program_in_full(capsys: pytest.CaptureFixture[str], monkeypa
 # --- what pages say about the library -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("kappa", "same"), [(None, True), (0.1, False)])
 def test_class_weights_change_nothing_where_signs_are_kept(kappa: float | None, same: bool) -> None:
-    """docs/pitfalls.md, "What the loss means": with the same randomness the weights are the same, bit for bit."""
+    """docs/losses.md: the weights are the same, bit for bit, with the same randomness. A torch loss that has weights is refused."""
     found = [
         _trained(torch.nn.CrossEntropyLoss(weight=weight, reduction="none"), kappa) for weight in (None, torch.tensor([1.0, 64.0]))
     ]
@@ -244,7 +244,7 @@ def _trained(loss: torch.nn.Module, kappa: float | None) -> torch.Tensor:
         model,
         optimizer,
         dataset,
-        loss,
+        lambda output, target: loss(output, target),
         mechanism=dpulr.HiddenDirection(kappa=kappa),
         batch_size=50,
         steps=5,

@@ -28,17 +28,20 @@ from dpulr.accounting.statement import Guarantee
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, DataError, InvalidArgument, StepError
+from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.membership import Membership, Unit
 from dpulr.misuse import Watch
-from dpulr.model.batches import copied
+from dpulr.model.batches import call_on_copy, copied
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.people import People
 from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
+from dpulr.model.weights import WeightFunction, lost_weights
 from dpulr.plan import Plan, Request, Sampling
+from dpulr.private_scores import HeldOut
 from dpulr.randomness import RandomSource
 
 Batch = tuple[Any, Any]
@@ -67,7 +70,8 @@ class PrivacyEngine:
     `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
     it holds counts as spent. `num_workers` processes read records one step ahead where they are not rows of tensors or arrays; that
     step is charged then. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
-    audit); like `insecure_noise_seed`, it voids the guarantee.
+    audit); like `insecure_noise_seed`, it voids the guarantee. `weights` is a public function of the targets that gives each record
+    a weight of at most 1, by which its bounded signal is multiplied (`dpulr.class_weights`).
 
     Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
     each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own; with `parallel="passes"` all
@@ -100,6 +104,7 @@ class PrivacyEngine:
         replay: Literal["auto", "trace", "hook"] = "auto",
         schema: tuple[Any, Any] | None = None,
         ledger: str | Path | None = None,
+        weights: WeightFunction | None = None,
         num_workers: int = 0,
         process_group: Any = None,
         sharded: bool = False,
@@ -136,12 +141,24 @@ class PrivacyEngine:
             sampling=sampling,
             rejection_threshold=rejection_threshold,
             min_dataset_size=min_dataset_size,
-            void=source.reason_for_none,
+            void=source.reason_for_none or self.records.reason_for_none,
             unit="record" if unit is None else "person",
             per_person=most,
         )
-        space = self.mechanism.space
-        self.forward = prepare(model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared)
+        if weights is not None and most > 1:
+            raise InvalidArgument("weights= are of records, and a person is clipped as one: use max_per_person=1 with them.")
+        self._check_weights_are_taken(weights)
+        self.forward = prepare(
+            model,
+            loss_fn,
+            self.records.example,
+            device,
+            space=self.mechanism.space,
+            method=replay,
+            shared=shared,
+            weights=weights,
+        )
+        self._check_weights_of_loss(loss_fn)
         self.mechanism = self.mechanism.settled(self.forward)
         self._agree(
             loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
@@ -182,9 +199,27 @@ class PrivacyEngine:
                 warnings.warn(sentence, stacklevel=2)
 
     # --- training -----------------------------------------------------------------------------------------------------
-    def batches(self, steps: int | None = None) -> Iterator[Batch]:
-        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
+    def batches(self, steps: int | None = None) -> Batches:
+        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them; `len` counts them."""
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
+        if self.steps_taken >= self.planned_steps > 0:
+            warnings.warn(
+                f"all {self.planned_steps} planned steps are taken: there is no batch left. For a loop over epochs take "
+                "engine.epochs(); for more steps plan them, by epochs or steps.",
+                stacklevel=2,
+            )
+        return Batches(self._until(end), lambda: max(0, end - self.steps_taken))
+
+    def epochs(self) -> Epochs:
+        """The rest of the run by epochs: `for epoch in engine.epochs(): for x, y in epoch: engine.step(x, y)`."""
+        return Epochs(self.batches, self.steps_per_epoch, lambda: (self.steps_taken, self.planned_steps))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """After so many steps a record has been seen once on average."""
+        return accounting.steps_of(1.0, self.sample_rate)
+
+    def _until(self, end: int) -> Iterator[Batch]:
         while self.steps_taken < end:
             self._watch.check()
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
@@ -355,7 +390,22 @@ class PrivacyEngine:
             reasons=self._reasons,
             public_size=self.plan.public_size,
             schema=str(self.records.schema),
+            evaluation_epsilon=self.ledger.evaluation_epsilon,
         )
+
+    def private_accuracy(self, dataset: Dataset[Any], *, epsilon: float) -> float:
+        """The model's accuracy on private held-out records, 0 to 1, with noise. It costs `epsilon`, which `privacy_spent` includes.
+
+        The number of right answers gets discrete Laplace noise; the number of held-out records is taken as public. Of several
+        ranks, call it on rank 0 alone.
+        """
+        if self.plan.unit == "person":
+            raise InvalidArgument(
+                "a noisy accuracy protects records, and a person may have several among the held-out ones: evaluate on public data."
+            )
+        held_out = HeldOut(self.model, dataset)
+        self.ledger.charge_evaluation(epsilon)
+        return held_out.noisy_accuracy(epsilon)
 
     def parameters_changed(self, *, public: bool) -> None:
         """Say that parameters were changed between two steps. `public`: the new values are public, or were released by this run."""
@@ -388,6 +438,22 @@ class PrivacyEngine:
             if reason is not None:
                 self._void(f"the mechanism {self.mechanism.name} comes from outside, and its bound could not be shown: {reason}")
 
+    def _check_weights_are_taken(self, weights: WeightFunction | None) -> None:
+        if weights is not None and not self.mechanism.takes_weights:
+            raise InvalidArgument(f"the mechanism {self.mechanism.name} does not weigh records: leave out weights=.")
+
+    def _check_weights_of_loss(self, loss_fn: LossFunction) -> None:
+        """Weights in a loss that would be forgotten without a word."""
+        inputs, targets = self.forward.probe
+        with torch.inference_mode(), self.forward.checked_mode():
+            lost = None if self.mechanism.keeps_sizes else lost_weights(loss_fn, call_on_copy(self.model, inputs), targets)
+        if lost is not None:
+            raise InvalidArgument(
+                f"{lost} of {type(loss_fn).__name__} would change nothing: the mechanism {self.mechanism.name} keeps only the sign "
+                "of a difference of losses. Give the engine weights=dpulr.class_weights([...]) instead, or the mechanism "
+                "kappa='adaptive' (docs/losses.md)."
+            )
+
     def _void(self, reason: str) -> None:
         """From now on nothing is certified, and a warning says why."""
         if reason not in self._reasons:
@@ -407,6 +473,7 @@ class PrivacyEngine:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "ledger": self.ledger.to_dict(),
+            "mechanism": self.fitted.state(),
             "run": self.run,
             "reasons": list(self._reasons),
         }
@@ -435,6 +502,7 @@ class PrivacyEngine:
             self._void(str(reason))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.fitted.load_state(state.get("mechanism", {}))
         self._watch.accept()
 
     def use_ledger(self, given: accounting.Ledger | Callable[[], accounting.Ledger]) -> None:

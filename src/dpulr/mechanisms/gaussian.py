@@ -49,6 +49,7 @@ class Gaussian(Mechanism):
     subspace: int | None = None
     name: ClassVar[str] = "gaussian"
     bounds_people: ClassVar[bool] = True
+    takes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
@@ -97,7 +98,7 @@ class FittedGaussian(SitewiseMechanism):
         signals = [self.estimate(clean, i, public[i], directions) for i in range(len(self.sites))]
         own = [per_unit(*one, clean.people) for one in zip(self.sites, clean.calls, signals, strict=True)]
         signals, norms = [signal for signal, _ in own], torch.stack([norm for _, norm in own])
-        scales = self.clip_factors(norms)
+        scales = self.forward.weighed(self.clip_factors(norms), clean.targets)
         for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
             site.add(call, signal, scale, part, precise=self.precise)
 

@@ -55,6 +55,7 @@ class ZerothOrder(Mechanism):
     directions: Literal["normal", "sphere"] = "normal"
     name: ClassVar[str] = "zeroth-order"
     bounds_people: ClassVar[bool] = True
+    takes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
@@ -109,7 +110,8 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
         total = torch.zeros(self.size, device=self.forward.device, dtype=torch.float64)
         for chunk, own in self.chunks.people(batch, people):
             slopes = torch.stack([self.slopes(*chunk, self.direction(seed)) for seed in public], dim=1)
-            total += self.clipped(slopes, own).sum(0)
+            bounded = self.clipped(slopes, own).t()
+            total += (bounded if own is not None else self.forward.weighed(bounded, chunk[1])).sum(1)
         return total
 
     def gradients(self, values: Tensor, public: Seeds, into: Gradients) -> None:

@@ -53,7 +53,7 @@ def check_rows(
         if first.losses.shape != (check.records,):
             raise ModelRefused(
                 f"the loss function must return one value per record: for {check.records} records it returned shape "
-                f"{tuple(first.losses.shape)}. Pass reduction='none', and average what a record has of its own."
+                f"{tuple(first.losses.shape)}. {_one_per_record(first.losses, check.records)}"
             )
         written = check.refuse_state(first)
         if seen.reads is None:
@@ -82,6 +82,17 @@ class _Crowd:
     batch: Any
     places: Tensor
     sources: Tensor
+
+
+def _one_per_record(losses: Tensor, records: int) -> str:
+    """What to do about a loss of another shape."""
+    if losses.dim() > 1 and len(losses) == records:
+        axes = "1" if losses.dim() == 2 else str(tuple(range(1, losses.dim())))
+        return (
+            f"Average over what a record has of its own, with .mean({axes}): "
+            f"lambda output, target: loss_fn(output, target).mean({axes})."
+        )
+    return "Pass reduction='none', so that losses of records are not averaged."
 
 
 class _Check:
