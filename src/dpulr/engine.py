@@ -156,6 +156,7 @@ class PrivacyEngine:
             space=self.mechanism.space,
             method=replay,
             shared=shared,
+            again=self.mechanism.calls_again,
             weights=weights,
         )
         self._check_weights_of_loss(loss_fn)

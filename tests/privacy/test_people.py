@@ -193,8 +193,8 @@ def test_no_step_takes_more_of_a_person_than_allowed() -> None:
 
 def test_one_record_per_person_is_for_every_mechanism() -> None:
     private = engine_of(dpulr.HiddenDirection(), mlp(), sample_rate=1.0)
-    single = engine(mlp(), points(40), unit=np.arange(40) // 3, max_per_person=1, mechanism="hidden-direction", steps=1, noise_multiplier=1.0, sample_rate=1.0,
-                    expected_batch_size=5.0)  # fmt: skip
+    settings: dict[str, Any] = {"mechanism": "hidden-direction", "steps": 1, "sample_rate": 1.0, "expected_batch_size": 5.0}
+    single = engine(mlp(), points(40), unit=np.arange(40) // 3, max_per_person=1, **settings)
     assert len(next(single.batches(1))[1]) == 14
     assert private.mechanism.per_person == MOST  # type: ignore[attr-defined]
     assert single.mechanism.per_person == 1  # type: ignore[attr-defined]
