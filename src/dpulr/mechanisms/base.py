@@ -72,13 +72,10 @@ class Mechanism(ABC):
     space: Space = "auto"
     shares_parameters: ClassVar[bool] = False
     """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
-<<<<<<< HEAD
     bounds_people: ClassVar[bool] = False
     """Whether it has `sum_over_people`, which bounds what all records of a person add together."""
-=======
     calls_again: ClassVar[bool] = False
     """Whether a linear layer or convolution may be called several times, and is moved in all of its calls."""
->>>>>>> main
     takes_weights: ClassVar[bool] = False
     """Whether records' weights (`Forward.weighed`) act on their signals."""
 

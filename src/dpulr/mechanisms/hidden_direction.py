@@ -30,11 +30,8 @@ from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Shift
-<<<<<<< HEAD
 from dpulr.model.people import People
-=======
 from dpulr.model.shared_sites import RepeatedSite
->>>>>>> main
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -228,14 +225,9 @@ class FittedHiddenDirection(SitewiseMechanism):
             exact.add(factors.expand_as(exact.norms), own, precise=self.precise)
             return
         index = len(self.sites) - 1
-<<<<<<< HEAD
-        site, call = self.sites[index], clean.calls[index]
+        site, call = self.sites[index], clean.calls[self.forward.uses[index][0]]
         signal, norms = per_unit(site, call, self.slopes(clean, index, public[index]), clean.people)
         site.add(call, signal, self._exact_factors(norms, clean, below), parts[index], precise=self.precise)
-=======
-        site, call, signal = self.sites[index], clean.calls[self.forward.uses[index][0]], self.slopes(clean, index, public[index])
-        site.add(call, signal, self._exact_factors(site.norms(call, signal), clean, below), parts[index], precise=self.precise)
->>>>>>> main
 
     def _exact_part(self, clean: Clean) -> ExactPart:
         places = self.layout.backward_to
@@ -252,7 +244,7 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor], below: Tensor) -> None:
         calls = self.forward.calls(clean)
-        gains, groups = self._gains(calls), self.layout.hidden_groups
+        gains, groups = self._gains(calls, clean.people), self.layout.hidden_groups
         reach = None if self.scales is None else reaches(self.sites, groups, gains)
         factors = (self._bounds / (gains if reach is None else joint_gains(self.sites, groups, reach))).nan_to_num_(0, 0, 0)
         scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
@@ -262,16 +254,10 @@ class FittedHiddenDirection(SitewiseMechanism):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
                 self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
-<<<<<<< HEAD
-    def _gains(self, clean: Clean) -> Tensor:
+    def _gains(self, calls: Sequence[Call], people: People | None) -> Tensor:
         """(hidden sites, records); a person's records have one, of all of them together."""
-        gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
-        return gains if clean.people is None else clean.people.joint_norms(gains)
-=======
-    def _gains(self, calls: Sequence[Call]) -> Tensor:
-        """(hidden sites, records)."""
-        return torch.stack([self.sites[i].gains(calls[i]) for i in self.hidden])
->>>>>>> main
+        gains = torch.stack([self.sites[i].gains(calls[i]) for i in self.hidden])
+        return gains if people is None else people.joint_norms(gains)
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
@@ -294,7 +280,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         """
         people, drawn = clean.people, clean.records if clean.people is None else clean.people.count
         if self.scales is not None and reach is None:
-            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean)))
+            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean), clean.people))
         for groups, parts in self._passes(clean.records):
             units = None if reach is None else self._units(reach, groups)
             sums: list[Tensor] = []
@@ -401,7 +387,9 @@ class FittedHiddenDirection(SitewiseMechanism):
         found = []
         for clean in trial(self.forward, self.backward_to):
             lengths = list[Tensor]()
-            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean))) if self.hidden else ()
+            reach = (
+                reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean), None)) if self.hidden else ()
+            )
             for g, longest in enumerate(reach):
                 whole = directions.sphere(1, clean.records, self.layout.dims[g])
                 z = [whole[..., : self.layout.dims[g] // self.settings.per_person]]  # as of people with one record
