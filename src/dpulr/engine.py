@@ -127,7 +127,9 @@ class PrivacyEngine:
             void=source.reason_for_none,
         )
         space = self.mechanism.space
-        self.forward = prepare(model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared)
+        self.forward = prepare(
+            model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared, sites=self.mechanism.uses_sites
+        )
         self.mechanism = self.mechanism.settled(self.forward)
         self._agree(
             loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
@@ -143,15 +145,12 @@ class PrivacyEngine:
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
         self._sampler = self.plan.sampler()
-        self._batch_rng, self._noise = self.ranks.batch_stream(source), source.noise(self.fitted.size)
+        self._batch_rng, self._noise = self.ranks.batch_stream(source), self.fitted.noise(source)
         self._directions = source.directions(device, self.forward.dtype)
         self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
-        self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
-        self._gradient_of = {
-            parameter: buffers[name]
-            for site, buffers in zip(self.forward.sites, self._gradients, strict=True)
-            for name, parameter in site.parameters.items()
-        }
+        groups = self.fitted.streams if type(optimizer).__module__.startswith("torch.optim.") else []
+        self._groups = groups if len(groups) > 1 else [list(range(len(self.forward.sites)))]
+        self._gradients = [dict[str, Tensor]() for _ in self.forward.sites]
         self._observers: list[Callable[[Released], None]] = []
         self._own: Batch = ((), ())
         self._current: Batch | None = None
@@ -198,10 +197,9 @@ class PrivacyEngine:
             values = self.ranks.sum(self.fitted.privatise(total, self._noise.draw().to(self.forward.device)))
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
-            self.fitted.gradients(values, public, self._gradients)
-        self._assign()
         with self._watch.own_step():
-            self.optimizer.step()
+            for group in self._groups:
+                self._update(group, values, public)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -251,13 +249,28 @@ class PrivacyEngine:
         self._current = None
         return self._own
 
-    def _assign(self) -> None:
-        """Hand the gradients to the optimizer. Whatever else stood there did not come from this step."""
-        for site, buffers in zip(self.forward.sites, self._gradients, strict=True):
-            site.rule.leave_untrained(buffers)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = self._gradient_of.get(parameter)
+    def _update(self, group: list[int], values: Tensor, public: Any) -> None:
+        """Hand the gradients of these sites to the optimizer. Whatever else stood there did not come from this step.
+
+        Where there are several groups, each has its buffers for its own turn only: a model's gradient is never there as a whole.
+        """
+        sites, gradients = self.forward.sites, self._gradients
+        for i in group:
+            gradients[i] = gradients[i] or {name: torch.zeros_like(p) for name, p in sites[i].parameters.items()}
+        with self._computing():
+            self.fitted.gradients(values, public, gradients)
+            for i in group:
+                sites[i].rule.leave_untrained(gradients[i])
+        found = {parameter: gradients[i][name] for i in group for name, parameter in sites[i].parameters.items()}
+        for parameters in self.optimizer.param_groups:
+            for parameter in parameters["params"]:
+                parameter.grad = found.get(parameter)
+        self.optimizer.step()
+        if len(self._groups) > 1:
+            for i in group:
+                gradients[i] = {}
+            for parameter in found:
+                parameter.grad = None
 
     @cached_property
     def notes(self) -> list[str]:

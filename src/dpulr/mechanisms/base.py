@@ -24,7 +24,7 @@ from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
 from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
 from dpulr.plan import Plan, Request, certified_plan
-from dpulr.randomness import Directions
+from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
 
 WITH_MARGIN = 1 - 3e-4
 """Bounds are met with this much room: rounding of a record's share, and of the others' sum when it is there, stays below it."""
@@ -69,6 +69,9 @@ class Mechanism(ABC):
     shares_parameters: ClassVar[bool] = False
     """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
 
+    uses_sites: ClassVar[bool] = True
+    """Whether layers are moved one by one. If not, the model is run and checked as a whole, and no layer has to be known."""
+
     @abstractmethod
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> Release:
         """What one step with this noise releases. It depends on public shapes only."""
@@ -107,6 +110,15 @@ class FittedMechanism(ABC, Generic[Public]):
     """Standard deviation of the noise on every number of the release; NaN where it differs between them."""
     shares: int = 1
     """Processes that each add a share of the noise to a sum of their own. The release is then the sum of what they privatise."""
+
+    @property
+    def streams(self) -> list[list[int]]:
+        """Groups of sites whose gradients can be made one group after the other; one group, where that saves nothing."""
+        return []
+
+    def noise(self, source: RandomSource) -> GaussianNoise | LaplaceNoise:
+        """Where `privatise` gets its noise from."""
+        return source.noise(self.size)
 
     @property
     def part_sizes(self) -> list[int]:
