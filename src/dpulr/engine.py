@@ -28,6 +28,7 @@ from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.mechanisms.base import Gradients
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
 from dpulr.model.batches import call_on_copy, copied
@@ -162,7 +163,7 @@ class PrivacyEngine:
         self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
         groups = self.fitted.streams if type(optimizer).__module__.startswith("torch.optim.") else []
         self._groups = groups if len(groups) > 1 else [list(range(len(self.forward.sites)))]
-        self._gradients = [dict[str, Tensor]() for _ in self.forward.sites]
+        self._gradients: Gradients = []
         self._observers: list[Callable[[Released], None]] = []
         self._own: Batch = ((), ())
         self._current: Batch | None = None
@@ -211,7 +212,10 @@ class PrivacyEngine:
                 observer(Released(number, public, values.clone()))
         with self._watch.own_step():
             for group in self._groups:
-                self._update(group, values, public)
+                with self._computing():
+                    self.fitted.gradients(values, public, self._buffers(group))
+                self._assign(group)
+                self.optimizer.step()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -261,28 +265,25 @@ class PrivacyEngine:
         self._current = None
         return self._own
 
-    def _update(self, group: list[int], values: Tensor, public: Any) -> None:
-        """Hand the gradients of these sites to the optimizer. Whatever else stood there did not come from this step.
+    def _buffers(self, group: list[int]) -> Gradients:
+        """For the gradients of these sites, and of no others: where there are several groups, each has buffers for its turn only."""
+        if len(self._groups) > 1 or not self._gradients:
+            self._gradients = [
+                {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
+                for i, site in enumerate(self.forward.sites)
+            ]
+        return self._gradients
 
-        Where there are several groups, each has its buffers for its own turn only: a model's gradient is never there as a whole.
-        """
-        sites, gradients = self.forward.sites, self._gradients
+    def _assign(self, group: list[int]) -> None:
+        """Hand the gradients to the optimizer. Whatever else stood there did not come from this step."""
+        found: dict[nn.Parameter, Tensor] = {}
         for i in group:
-            gradients[i] = gradients[i] or {name: torch.zeros_like(p) for name, p in sites[i].parameters.items()}
-        with self._computing():
-            self.fitted.gradients(values, public, gradients)
-            for i in group:
-                sites[i].rule.leave_untrained(gradients[i])
-        found = {parameter: gradients[i][name] for i in group for name, parameter in sites[i].parameters.items()}
+            site, buffers = self.forward.sites[i], self._gradients[i]
+            site.rule.leave_untrained(buffers)
+            found |= {parameter: buffers[name] for name, parameter in site.parameters.items()}
         for parameters in self.optimizer.param_groups:
             for parameter in parameters["params"]:
                 parameter.grad = found.get(parameter)
-        self.optimizer.step()
-        if len(self._groups) > 1:
-            for i in group:
-                gradients[i] = {}
-            for parameter in found:
-                parameter.grad = None
 
     @cached_property
     def notes(self) -> list[str]:
