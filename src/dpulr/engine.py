@@ -27,6 +27,7 @@ from dpulr.accounting.statement import Guarantee
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, InvalidArgument, StepError
+from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.base import Gradients
 from dpulr.mechanisms.check import check_mechanism, is_foreign
@@ -38,6 +39,7 @@ from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
 from dpulr.model.weights import WeightFunction, lost_weights
 from dpulr.plan import Plan, Request, Sampling
+from dpulr.private_scores import HeldOut
 from dpulr.randomness import RandomSource
 
 Batch = tuple[Any, Any]
@@ -128,7 +130,7 @@ class PrivacyEngine:
             sampling=sampling,
             rejection_threshold=rejection_threshold,
             min_dataset_size=min_dataset_size,
-            void=source.reason_for_none,
+            void=source.reason_for_none or self.records.reason_for_none,
         )
         self._check_weights_are_taken(weights)
         self.forward = prepare(
@@ -139,6 +141,7 @@ class PrivacyEngine:
             space=self.mechanism.space,
             method=replay,
             shared=shared,
+            again=self.mechanism.calls_again,
             weights=weights,
             sites=self.mechanism.uses_sites,
         )
@@ -181,9 +184,27 @@ class PrivacyEngine:
                 warnings.warn(sentence, stacklevel=2)
 
     # --- training -----------------------------------------------------------------------------------------------------
-    def batches(self, steps: int | None = None) -> Iterator[Batch]:
-        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
+    def batches(self, steps: int | None = None) -> Batches:
+        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them; `len` counts them."""
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
+        if self.steps_taken >= self.planned_steps > 0:
+            warnings.warn(
+                f"all {self.planned_steps} planned steps are taken: there is no batch left. For a loop over epochs take "
+                "engine.epochs(); for more steps plan them, by epochs or steps.",
+                stacklevel=2,
+            )
+        return Batches(self._until(end), lambda: max(0, end - self.steps_taken))
+
+    def epochs(self) -> Epochs:
+        """The rest of the run by epochs: `for epoch in engine.epochs(): for x, y in epoch: engine.step(x, y)`."""
+        return Epochs(self.batches, self.steps_per_epoch, lambda: (self.steps_taken, self.planned_steps))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """After so many steps a record has been seen once on average."""
+        return accounting.steps_of(1.0, self.sample_rate)
+
+    def _until(self, end: int) -> Iterator[Batch]:
         while self.steps_taken < end:
             self._watch.check()
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
@@ -266,7 +287,7 @@ class PrivacyEngine:
         return self._own
 
     def _buffers(self, group: list[int]) -> Gradients:
-        """For the gradients of these sites, and of no others: where there are several groups, each has buffers for its turn only."""
+        """For the gradients of these sites: where there are several groups, each has buffers for its own turn only."""
         if len(self._groups) > 1 or not self._gradients:
             self._gradients = [
                 {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
@@ -339,7 +360,18 @@ class PrivacyEngine:
             reasons=self._reasons,
             public_size=self.plan.public_size,
             schema=str(self.records.schema),
+            evaluation_epsilon=self.ledger.evaluation_epsilon,
         )
+
+    def private_accuracy(self, dataset: Dataset[Any], *, epsilon: float) -> float:
+        """The model's accuracy on private held-out records, 0 to 1, with noise. It costs `epsilon`, which `privacy_spent` includes.
+
+        The number of right answers gets discrete Laplace noise; the number of held-out records is taken as public. Of several
+        ranks, call it on rank 0 alone.
+        """
+        held_out = HeldOut(self.model, dataset)
+        self.ledger.charge_evaluation(epsilon)
+        return held_out.noisy_accuracy(epsilon)
 
     def parameters_changed(self, *, public: bool) -> None:
         """Say that parameters were changed between two steps. `public`: the new values are public, or were released by this run."""

@@ -45,7 +45,12 @@ class PrivacySpent:
     secrets: str = Release.secrets
     public_size: int | None = None
     schema: str | None = None
+<<<<<<< HEAD
     pure_epsilon: float | None = None
+=======
+    evaluation_epsilon: float = 0.0
+    """The part of epsilon that noisy evaluations on held-out records have cost."""
+>>>>>>> main
 
     def __str__(self) -> str:
         return _sentence(self)
@@ -59,10 +64,12 @@ def privacy_spent(
     method: str = "pld",
     public_size: int | None = None,
     schema: str | None = None,
+    evaluation_epsilon: float = 0.0,
 ) -> PrivacySpent:
     """Price the charges, afresh, and say what kind of guarantee stands behind the number. `reasons` void it.
 
     public_size and schema: the number of records and what a record looks like, where the run took them as public.
+    evaluation_epsilon: what noisy evaluations have cost on top; it is pure (delta 0), so it adds to that of the steps.
     """
     validate.delta_or_zero(delta)
     validate.method(method)
@@ -72,7 +79,7 @@ def privacy_spent(
     guarantee, nominal, why = _kind(joined, releases, list(reasons), delta)
     value: float | None = None
     if guarantee == "certified":
-        value = price(joined, delta, method, fresh=True)
+        value = price(joined, delta, method, fresh=True) + evaluation_epsilon
         if math.isinf(value):
             value, guarantee = None, "none"
             why.append("too little noise, rejection or the number of steps makes epsilon infinite at this delta")
@@ -90,7 +97,11 @@ def privacy_spent(
         secrets=_joined([release.secrets for release in releases] or [Release.secrets]),
         public_size=public_size,
         schema=schema,
+<<<<<<< HEAD
         pure_epsilon=pure if value is not None and math.isfinite(pure := pure_epsilon(joined)) else None,
+=======
+        evaluation_epsilon=evaluation_epsilon,
+>>>>>>> main
     )
 
 
@@ -188,6 +199,8 @@ def _sentence(spent: PrivacySpent) -> str:
             f"Nominal epsilon {spent.nominal_epsilon:.4g} at delta {spent.delta:g} for {run} (no guarantee): the "
             "formula of the paper's theorem, whose proof has gaps. Do not report it as a privacy guarantee."
         )
+    if spent.evaluation_epsilon:
+        run += f" and noisy evaluations on held-out records (epsilon {up(spent.evaluation_epsilon)} of it)"
     rates = ", ".join(f"{rate:.4g}" for rate in spent.sample_rates) or "none"
     assumed = (
         f"Poisson sampling at rate {rates}, secret {spent.secrets} from the operating system, "

@@ -71,6 +71,8 @@ class Mechanism(ABC):
     space: Space = "auto"
     shares_parameters: ClassVar[bool] = False
     """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
+    calls_again: ClassVar[bool] = False
+    """Whether a linear layer or convolution may be called several times, and is moved in all of its calls."""
     takes_weights: ClassVar[bool] = False
     """Whether records' weights (`Forward.weighed`) act on their signals."""
 

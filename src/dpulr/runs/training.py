@@ -16,9 +16,10 @@ from torch.utils.data import Dataset
 from dpulr import __version__
 from dpulr.accounting.events import Release
 from dpulr.engine import PrivacyEngine
+from dpulr.errors import UsageError
+from dpulr.runs.evaluation import make_evaluation, make_loss, make_optimizer
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.settings import Settings
-from dpulr.scores import score
 
 Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
 
@@ -33,18 +34,18 @@ class Training:
     def __init__(
         self, settings: Settings, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False
     ) -> None:
-        self.settings, self.model = settings, model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+        self.settings, self.model = settings, model.to(_device(settings))
+        self.optimizer = make_optimizer(settings, model)
         self.engine = PrivacyEngine(
             model,
             self.optimizer,
             train,
-            nn.CrossEntropyLoss(reduction="none"),
+            make_loss(settings),
             mechanism=make_mechanism(settings),
             batch_size=settings.batch_size,
             epochs=settings.epochs if settings.steps is None and not open_end else None,
             steps=None if open_end else settings.steps,
-            target_epsilon=settings.target_epsilon,
+            target_epsilon=_share_of_training(settings),
             target_delta=settings.target_delta,
             noise_multiplier=settings.noise_multiplier,
             sampling=settings.sampling,  # type: ignore[arg-type]
@@ -91,13 +92,29 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         "steps": engine.steps_taken,
         "sample_rate": engine.sample_rate,
         "noise_multiplier": engine.noise_multiplier,
-        **score(model, test).figures(),
+        **make_evaluation(settings, test, engine.ledger).figures(model),
         "setup_seconds": round(ready - started, 2),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(processor, 2),
         "version": __version__,
         "torch": torch.__version__,
     }
+
+
+def _share_of_training(settings: Settings) -> float | None:
+    """What noisy evaluations leave of the budget. Their epsilon is pure, so the two add up (docs/theory.md)."""
+    if settings.target_epsilon is None or settings.evaluation_epsilon is None:
+        return settings.target_epsilon
+    return settings.target_epsilon - settings.evaluation_epsilon
+
+
+def _device(settings: Settings) -> torch.device:
+    try:
+        device = torch.device(settings.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        raise UsageError(f"device is {settings.device!r}, which torch can't use here: {str(problem).splitlines()[0]}") from problem
+    return device
 
 
 def release_of(settings: Settings, train: Dataset[Any]) -> Callable[[float], Release]:
