@@ -45,12 +45,9 @@ class PrivacySpent:
     secrets: str = Release.secrets
     public_size: int | None = None
     schema: str | None = None
-<<<<<<< HEAD
     pure_epsilon: float | None = None
-=======
     evaluation_epsilon: float = 0.0
     """The part of epsilon that noisy evaluations on held-out records have cost."""
->>>>>>> main
 
     def __str__(self) -> str:
         return _sentence(self)
@@ -97,11 +94,8 @@ def privacy_spent(
         secrets=_joined([release.secrets for release in releases] or [Release.secrets]),
         public_size=public_size,
         schema=schema,
-<<<<<<< HEAD
         pure_epsilon=pure if value is not None and math.isfinite(pure := pure_epsilon(joined)) else None,
-=======
         evaluation_epsilon=evaluation_epsilon,
->>>>>>> main
     )
 
 

@@ -21,10 +21,7 @@ from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.graph import Untraceable
 from dpulr.model.layers import Call, is_foreign, rule_for
-<<<<<<< HEAD
-=======
 from dpulr.model.layers.affine import AffineRule
->>>>>>> main
 from dpulr.model.layers.check import check_rule
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
@@ -71,13 +68,9 @@ def prepare(
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook". `weights`
-<<<<<<< HEAD
     gives each record's weight. Without `sites` no layer will be moved by itself: the model is run as a whole, and may hold its
     parameters wherever it likes.
-=======
-    gives each record's weight.
     `shared`: parameters may be shared, by layers or by calls of one; `again`: a linear layer or convolution may be called again.
->>>>>>> main
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
     model = uncompiled(model)
@@ -89,13 +82,9 @@ def prepare(
                 "one record at a time, and whether it learns from what it sees can't be checked",
                 stacklevel=3,
             )
-<<<<<<< HEAD
         if not sites:
             return _as_a_whole(model, loss_fn, example, device, weights)
-        return _prepare(model, loss_fn, example, device, space, method, shared, weights)
-=======
         return _prepare(model, loss_fn, example, device, space, method, shared, again, weights)
->>>>>>> main
 
 
 def _prepare(
