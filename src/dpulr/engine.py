@@ -30,6 +30,7 @@ from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, DataError, InvalidArgument, StepError
 from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.mechanisms.base import Gradients
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.membership import Membership, Unit
 from dpulr.misuse import Watch
@@ -158,6 +159,7 @@ class PrivacyEngine:
             shared=shared,
             again=self.mechanism.calls_again,
             weights=weights,
+            sites=self.mechanism.uses_sites,
         )
         self._check_weights_of_loss(loss_fn)
         self.mechanism = self.mechanism.settled(self.forward)
@@ -175,14 +177,11 @@ class PrivacyEngine:
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
         self._sampler = self.plan.sampler()
-        self._batch_rng, self._noise = self.ranks.batch_stream(source), source.noise(self.fitted.size)
+        self._batch_rng, self._noise = self.ranks.batch_stream(source), self.fitted.noise(source)
         self._directions = source.directions(device, self.forward.dtype)
-        self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
-        self._gradient_of = {
-            parameter: buffers[name]
-            for site, buffers in zip(self.forward.sites, self._gradients, strict=True)
-            for name, parameter in site.parameters.items()
-        }
+        groups = self.fitted.streams if type(optimizer).__module__.startswith("torch.optim.") else []
+        self._groups = groups if len(groups) > 1 else [list(range(len(self.forward.sites)))]
+        self._gradients: Gradients = []
         self._observers: list[Callable[[Released], None]] = []
         self._own: tuple[Batch, People | None] = ((), ()), None
         self._current: Batch | None = None
@@ -250,10 +249,12 @@ class PrivacyEngine:
             values = self.ranks.sum(self.fitted.privatise(total, self._noise.draw().to(self.forward.device)))
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
-            self.fitted.gradients(values, public, self._gradients)
-        self._assign()
         with self._watch.own_step():
-            self.optimizer.step()
+            for group in self._groups:
+                with self._computing():
+                    self.fitted.gradients(values, public, self._buffers(group))
+                self._assign(group)
+                self.optimizer.step()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -329,13 +330,25 @@ class PrivacyEngine:
         self._current = None
         return self._own
 
-    def _assign(self) -> None:
+    def _buffers(self, group: list[int]) -> Gradients:
+        """For the gradients of these sites: where there are several groups, each has buffers for its own turn only."""
+        if len(self._groups) > 1 or not self._gradients:
+            self._gradients = [
+                {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
+                for i, site in enumerate(self.forward.sites)
+            ]
+        return self._gradients
+
+    def _assign(self, group: list[int]) -> None:
         """Hand the gradients to the optimizer. Whatever else stood there did not come from this step."""
-        for site, buffers in zip(self.forward.sites, self._gradients, strict=True):
+        found: dict[nn.Parameter, Tensor] = {}
+        for i in group:
+            site, buffers = self.forward.sites[i], self._gradients[i]
             site.rule.leave_untrained(buffers)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = self._gradient_of.get(parameter)
+            found |= {parameter: buffers[name] for name, parameter in site.parameters.items()}
+        for parameters in self.optimizer.param_groups:
+            for parameter in parameters["params"]:
+                parameter.grad = found.get(parameter)
 
     @cached_property
     def notes(self) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from dpulr import validate
 from dpulr.accounting.events import MIXED, Charge, Release, SampledStep, Step, Unit, units_of
+from dpulr.accounting.laplace import pure_epsilon
 from dpulr.accounting.privacy_cost import epsilon as price
 from dpulr.accounting.privacy_cost import merged
 from dpulr.accounting.rounding import up
@@ -27,7 +28,10 @@ COUNTED: dict[Unit, str] = {"record": "records", "person": "people"}
 
 @dataclass(frozen=True, slots=True)
 class PrivacySpent:
-    """epsilon is a number only if the guarantee is "certified", else None. nominal_epsilon is a formula's value only."""
+    """epsilon is a number only if the guarantee is "certified", else None. nominal_epsilon is a formula's value only.
+
+    pure_epsilon holds with delta 0: of Laplace noise only.
+    """
 
     epsilon: float | None
     delta: float
@@ -43,6 +47,7 @@ class PrivacySpent:
     public_size: int | None = None
     schema: str | None = None
     unit: Unit = "record"
+    pure_epsilon: float | None = None
     evaluation_epsilon: float = 0.0
     """The part of epsilon that noisy evaluations on held-out records have cost."""
 
@@ -65,7 +70,7 @@ def privacy_spent(
     public_size and schema: the number of records and what a record looks like, where the run took them as public.
     evaluation_epsilon: what noisy evaluations have cost on top; it is pure (delta 0), so it adds to that of the steps.
     """
-    validate.delta(delta)
+    validate.delta_or_zero(delta)
     validate.method(method)
     joined = merged(charges)
     sampled = [charge.step for charge in joined if isinstance(charge.step, SampledStep)]
@@ -92,13 +97,14 @@ def privacy_spent(
         public_size=public_size,
         schema=schema,
         unit=next(iter(units_of(sampled)), "record"),
+        pure_epsilon=pure if value is not None and math.isfinite(pure := pure_epsilon(joined)) else None,
         evaluation_epsilon=evaluation_epsilon,
     )
 
 
 def guarantee_of(charges: Iterable[Charge], delta: float = 1e-5) -> Guarantee:
     """What stands behind the epsilon of these charges; "none" where it is infinite. The same charges are priced once."""
-    return _guarantee_of(tuple(merged(charges)), validate.delta(delta))
+    return _guarantee_of(tuple(merged(charges)), validate.delta_or_zero(delta))
 
 
 @lru_cache(maxsize=256)
@@ -179,6 +185,12 @@ _UNITS: dict[Unit, str] = {
 }
 
 
+def _pure(spent: PrivacySpent) -> str:
+    if spent.pure_epsilon is None or spent.delta == 0 or not spent.steps:
+        return ""
+    return f" (and pure, with delta = 0: epsilon = {up(spent.pure_epsilon)})"
+
+
 def _sentence(spent: PrivacySpent) -> str:
     run = f"{spent.steps} step{'s' * (spent.steps != 1)}" + (f" of the {spent.mechanism} mechanism" if spent.mechanism else "")
     if spent.guarantee == "none":
@@ -211,6 +223,6 @@ def _sentence(spent: PrivacySpent) -> str:
         assumed += ", a data set at least as large as stated (small batches are redrawn; the cost is included)"
     return (
         f"(epsilon, delta)-differential privacy with epsilon = {up(spent.epsilon or 0.0)} and "
-        f"delta = {spent.delta:g}, for adding or removing one {_UNITS[spent.unit]}, after {run}. "
+        f"delta = {spent.delta:g}{_pure(spent)}, for adding or removing one {_UNITS[spent.unit]}, after {run}. "
         f"Assumed: {assumed}. Not covered: {NOT_COVERED}."
     )

@@ -195,8 +195,9 @@ class Forward:
 
     def check_alive(self, indices: Sequence[int]) -> None:
         """A black box that is down raises on synthetic inputs, too. That says nothing about a record, so that error may be seen."""
-        clean = self.passes.clean(*self.probe)
-        self.passes.losses(clean, [Move(index, clean.calls[index].output.unsqueeze(0)) for index in indices])
+        clean = self.passes.clean(*row(self.probe, 0))
+        if indices:
+            self.passes.losses(clean, [Move(index, clean.calls[index].output.unsqueeze(0)) for index in indices])
 
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, site by site."""
