@@ -9,6 +9,7 @@ from pathlib import Path
 
 import reproduction
 from benchmarks import page as performance
+from benchmarks import scale
 from reproduction import audit_sweep, certified, errata, figure_bound, options, paper_figures, paper_tables, results_file
 from reproduction.pages import differs, fill
 
@@ -43,6 +44,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "performance.md": performance.parts,
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
+    "scale.md": scale.parts,
 }
 
 
