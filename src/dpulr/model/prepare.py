@@ -63,11 +63,13 @@ def prepare(
     shared: bool = False,
     again: bool = False,
     weights: WeightFunction | None = None,
+    sites: bool = True,
 ) -> Forward:
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
     `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook". `weights`
-    gives each record's weight.
+    gives each record's weight. Without `sites` no layer will be moved by itself: the model is run as a whole, and may hold its
+    parameters wherever it likes.
     `shared`: parameters may be shared, by layers or by calls of one; `again`: a linear layer or convolution may be called again.
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
@@ -80,6 +82,8 @@ def prepare(
                 "one record at a time, and whether it learns from what it sees can't be checked",
                 stacklevel=3,
             )
+        if not sites:
+            return _as_a_whole(model, loss_fn, example, device, weights)
         return _prepare(model, loss_fn, example, device, space, method, shared, again, weights)
 
 
@@ -119,6 +123,34 @@ def _prepare(
     with other_weights(model.parameters(), keep=1.0):
         _check_alignment(passes, probes[1])
     return _finished(passes, probes, space, weights, SharedSite if shared else RepeatedSite)
+
+
+def _as_a_whole(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example: tuple[Any, Any],
+    device: torch.device,
+    weights: WeightFunction | None,
+) -> Forward:
+    """The model without a look at its layers. A parameter that several of them use is listed once."""
+    seen = observe(model, loss_fn, example, device)
+    scratch = check_rows(model, loss_fn, example, device, seen=seen)
+    if seen.reads is not None:
+        warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
+    kind = HookedPasses if seen.reads is None else RecordwisePasses
+    passes = kind(model, loss_fn, [], scratch=scratch)
+    generator = torch.Generator().manual_seed(_SEED)
+    probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
+    with torch.inference_mode():
+        first, second = [_allocated(partial(passes.clean, *probe))[1] for probe in probes]
+    known: set[nn.Parameter] = set()
+    sites = []
+    for layer in find_layers(model, shared=True):
+        own = {name: p for name, p in layer.parameters.items() if p not in known}
+        known.update(own.values())
+        if own:
+            sites.append(WeightSite(layer, rule_for(layer.module, own), torch.Size(())))
+    return Forward(passes, sites, bytes_per_record=max(second - first, 1), replay_bytes=(), probe=probes[0], weights=weights)
 
 
 # --- which layers, which way to run them --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from dpulr.model.batches import call_on_copy, choose, count, join, row, syntheti
 from dpulr.model.black_box import BlackBox
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.losses import LossFunction
+from dpulr.model.moved_weights import put_back_later
 from dpulr.model.quantised import DYNAMIC, is_dynamic
 from dpulr.model.scratch import NO_SCRATCH, Place, Scratch, equal_bits
 from dpulr.model.value_reads import Seen, observe
@@ -204,17 +205,12 @@ def other_weights(weights: Iterable[nn.Parameter], *, keep: float, noise: float 
     """The model with `keep` times these weights plus noise, for a while: what a layer that starts at zero hides shows here."""
     generator = torch.Generator().manual_seed(_SEED)
     parameters = [p for p in weights if p.is_floating_point()]
-    copies = [p.detach().clone() for p in parameters]
-    try:
+    with put_back_later(parameters):
         with torch.no_grad():
             for p in parameters:
                 random = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
                 p.mul_(keep).add_(random, alpha=noise / max(1, p[0].numel() if p.dim() > 1 else 1) ** 0.5)
         yield
-    finally:
-        with torch.no_grad():
-            for p, copy in zip(parameters, copies, strict=True):
-                p.copy_(copy)
 
 
 class _Run:
