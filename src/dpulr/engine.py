@@ -16,21 +16,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpulr import accounting, validate
 from dpulr.accounting.disk_ledger import ledger_at
-from dpulr.accounting.events import Charge, Unaccounted
+from dpulr.accounting.events import Charge, GaussianRelease, SampledStep, Unaccounted
 from dpulr.accounting.statement import Guarantee
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.mechanisms.base import WITH_MARGIN, on_grid
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
 from dpulr.model.batches import call_on_copy, copied
+from dpulr.model.forward import sum_of_vectors
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.prepare import prepare
@@ -40,6 +43,7 @@ from dpulr.plan import Plan, Request, Sampling
 from dpulr.randomness import RandomSource
 
 Batch = tuple[Any, Any]
+_READ_AT_ONCE = 1_000
 _LOG = logging.getLogger("dpulr")
 
 
@@ -104,7 +108,7 @@ class PrivacyEngine:
         rank_timeout: float = 300.0,
     ) -> None:
         self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel)
-        source = _source(insecure_noise_seed, randomness, self.ranks.rank)
+        source = self._source = _source(insecure_noise_seed, randomness, self.ranks.rank)
         validate.whole_number("seed", seed, 0)
         if memory_limit is not None:
             validate.whole_number("memory_limit", memory_limit)
@@ -215,6 +219,25 @@ class PrivacyEngine:
         self._assign()
         with self._watch.own_step():
             self.optimizer.step()
+
+    def release_sum(self, vectors: Callable[[Batch], Tensor], *, bound: float, release: GaussianRelease) -> Tensor:
+        """The sum over all records of vectors of length at most `bound`, with noise of `release`: public from then on.
+
+        It is charged before a record is read. A record whose vector can't be computed, or is not finite, adds nothing.
+        """
+        if self.ranks.size > 1 or self._current is not None or self._ahead is not None:
+            raise StepError("a sum over all records is released by one process, after the last step.")
+        self._watch.check()
+        void = [*self._reasons, *self.plan.event.reasons]
+        self.ledger.append(Unaccounted(void[0]) if void else SampledStep(release, 1.0))
+        std, total = release.noise_multiplier * bound, torch.zeros(release.numbers, dtype=torch.float64, device=self.forward.device)
+        for start in range(0, self.records.size, _READ_AT_ONCE):
+            with self._reading_randomness() if self.records.runs_user_code else nullcontext():
+                batch = self.records.take(np.arange(start, min(start + _READ_AT_ONCE, self.records.size)))
+            with self._computing():
+                total += sum_of_vectors(self.forward, vectors, batch, WITH_MARGIN * bound, release.numbers)
+        noise = self._source.noise(release.numbers).draw().to(self.forward.device)
+        return on_grid(total.add_(noise, alpha=std), std)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -61,8 +61,11 @@ def evaluate(model: nn.Module, dataset: Dataset[Any], *, batch_size: int = 2_000
     return score(model, dataset, batch_size=batch_size).accuracy
 
 
-def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> Scores:
-    """Accuracy, loss, calibration and confusion. A callable that is no module gets and returns numpy arrays."""
+def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000, temperature: float = 1.0) -> Scores:
+    """Accuracy, loss, calibration and confusion, of the outputs over a temperature.
+
+    A callable that is no module gets and returns numpy arrays.
+    """
     records = Records(dataset, _device(model))
     loss, brier, table, bins = 0.0, 0.0, np.zeros((0, 0), dtype=np.int64), np.zeros(_BINS)
     with _evaluating(model), torch.inference_mode():
@@ -73,7 +76,7 @@ def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> S
             _check_finite(inputs, outputs, records.size)
             table = _grown(table, outputs.shape[1])
             np.add.at(table, (targets.cpu().numpy(), outputs.argmax(1).cpu().numpy()), 1)
-            outputs, targets = outputs.double(), targets.long()
+            outputs, targets = outputs.double() / temperature, targets.long()
             loss += float(nn.functional.cross_entropy(outputs, targets, reduction="sum"))
             brier += _squared_distance(outputs, targets)
             bins += _overconfidence(outputs, targets)

@@ -73,6 +73,9 @@ class Settings:
     learning_rate: float = _option(0.4, "Learning rate at the start.", validate.positive)
     momentum: float = _option(0.9, "Momentum of SGD.", _momentum)
     schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
+    temperature: float | None = _option(
+        None, "Share of the budget for a temperature of the outputs, fitted after the last step: such as 0.02.", validate.fraction
+    )
     holdout: int = _option(0, "Test on the last n training records instead: for choosing settings.", _at_least(0))
     sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.", _word("poisson", "shuffle"))
     rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.", _threshold)
@@ -90,6 +93,8 @@ class Settings:
             if value is not None and item.metadata.get("check") is not None:
                 item.metadata["check"](item.name, value)
             object.__setattr__(self, item.name, value)
+        if self.temperature is not None and self.target_epsilon is None:
+            raise UsageError("temperature is a share of the budget: give target_epsilon, too.")
         if self.seed >= 2**32:
             raise UsageError(f"seed is {self.seed}; it must be a whole number from 0 to 2^32 - 1.")
 

@@ -16,9 +16,11 @@ from torch.utils.data import Dataset
 from dpulr import __version__
 from dpulr.accounting.events import Release
 from dpulr.engine import PrivacyEngine
+from dpulr.errors import UsageError
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.settings import Settings
 from dpulr.scores import score
+from dpulr.temperature import check_classifier, fit_temperature
 
 Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
 
@@ -44,7 +46,7 @@ class Training:
             batch_size=settings.batch_size,
             epochs=settings.epochs if settings.steps is None and not open_end else None,
             steps=None if open_end else settings.steps,
-            target_epsilon=settings.target_epsilon,
+            target_epsilon=self._budget_of_steps(),
             target_delta=settings.target_delta,
             noise_multiplier=settings.noise_multiplier,
             sampling=settings.sampling,  # type: ignore[arg-type]
@@ -53,6 +55,29 @@ class Training:
             seed=settings.seed + 1_000_003 * round,
             insecure_noise_seed=settings.insecure_noise_seed,
         )
+        if settings.temperature is not None:
+            self._check_temperature()
+
+    def _budget_of_steps(self) -> float | None:
+        """The budget without what a temperature is to cost."""
+        s = self.settings
+        return s.target_epsilon if s.temperature is None or s.target_epsilon is None else (1 - s.temperature) * s.target_epsilon
+
+    def _check_temperature(self) -> None:
+        """Before anything is charged."""
+        if self.engine.ranks.size > 1:
+            raise UsageError("a temperature is fitted by one process: leave out --temperature, or train on one.")
+        check_classifier(self.engine)
+
+    @property
+    def planned_charges(self) -> int:
+        """The planned steps, and one for the temperature."""
+        return self.engine.planned_steps + (self.settings.temperature is not None)
+
+    def fit_temperature(self) -> float:
+        """What the outputs of the trained model are to be divided by."""
+        assert self.settings.target_epsilon is not None
+        return fit_temperature(self.engine, target_epsilon=self.settings.target_epsilon)
 
     def learning_rate(self) -> float:
         """That of the next step."""
@@ -81,6 +106,7 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         if progress is not None:
             progress(engine.steps_taken, engine.planned_steps, model)
     seconds, processor = time.perf_counter() - ready, time.process_time() - processor
+    temperature = 1.0 if settings.temperature is None else training.fit_temperature()
     spent = engine.privacy_spent()
     return {
         "settings": settings.to_dict(),
@@ -89,9 +115,10 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         "delta": spent.delta,
         "statement": str(spent),
         "steps": engine.steps_taken,
+        "temperature": temperature,
         "sample_rate": engine.sample_rate,
         "noise_multiplier": engine.noise_multiplier,
-        **score(model, test).figures(),
+        **score(model, test, temperature=temperature).figures(),
         "setup_seconds": round(ready - started, 2),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(processor, 2),
