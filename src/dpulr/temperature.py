@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpulr import accounting
 from dpulr.accounting.events import Charge, GaussianRelease, SampledStep
@@ -25,6 +25,22 @@ TEMPERATURES = tuple(2.0 ** (k / 2) for k in range(-4, 11))
 _LONGEST = 5.0
 """A record's slope at one temperature is clipped there: few have more, where the probabilities are about right."""
 _LEAST_NOISE, _MOST_NOISE = 0.5, 1e4
+
+
+class Tempered(nn.Module):
+    """A model whose outputs are divided by a temperature."""
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.model(*inputs, **named) / self.temperature
+
+
+def tempered(model: nn.Module, temperature: float) -> nn.Module:
+    """The model itself where there is nothing to divide."""
+    return model if temperature == 1 else Tempered(model, temperature)
 
 
 def fit_temperature(engine: PrivacyEngine, *, target_epsilon: float) -> float:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,21 +14,27 @@ from torch import nn
 from torch.utils.data import Subset
 
 from dpulr import data, mechanisms, models
+from dpulr.data.table_schema import TableSchema
+from dpulr.data.tables import KINDS, read_table
 from dpulr.errors import RunError, UsageError
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
 from dpulr.runs.folder import open_config
 from dpulr.runs.settings import Settings
 from dpulr.scores import Scores, score
+from dpulr.temperature import tempered
 from dpulr.user_code import named, user_module
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": models.mlp, "resnet5": models.resnet5}
+_TABLE_MODELS: dict[str, tuple[int, ...]] = {"auto": (), "mlp": (64, 32)}  # their hidden layers
 _MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
 
 
 def load_data(settings: Settings) -> tuple[Any, Any]:
     """Training and test set; with a holdout, both from the training set."""
-    if ":" not in settings.dataset:
+    if is_table(settings):
+        train, test = _tables(settings)
+    elif ":" not in settings.dataset:
         train, test = data.load(settings.dataset)
     else:
         pair = _call(settings.dataset, {})
@@ -37,15 +43,42 @@ def load_data(settings: Settings) -> tuple[Any, Any]:
         train, test = pair
     if not settings.holdout:
         return train, test
+    if settings.test is not None:
+        raise UsageError("give --holdout or --test, not both.")
     border = len(train) - settings.holdout
     if border < 1:
         raise UsageError(f"holdout is {settings.holdout}, but there are only {len(train)} training records.")
     return Subset(train, range(border)), Subset(train, range(border, len(train)))
 
 
+def is_table(settings: Settings) -> bool:
+    return settings.dataset.partition(":")[0] in KINDS and ":" in settings.dataset
+
+
+def table_schema(settings: Settings) -> TableSchema:
+    if settings.schema is None:
+        kind, _, file = settings.dataset.partition(":")
+        raise UsageError(
+            f"{kind}: needs --schema, a file that says what everybody may know of the columns. 'dpulr data schema {file}' "
+            "drafts one."
+        )
+    return TableSchema.read(settings.schema, settings.label)
+
+
+def _tables(settings: Settings) -> tuple[Any, Any]:
+    kind, _, file = settings.dataset.partition(":")
+    schema = table_schema(settings)
+    test = None if settings.test is None else read_table(settings.test, schema)
+    return read_table(file, schema, kind=kind), test
+
+
 def make_model(settings: Settings) -> nn.Module:
     """The model with its initial weights. A user's function gets `seed` if it has such a parameter."""
     name = settings.model
+    if is_table(settings) and name in _TABLE_MODELS:
+        schema = table_schema(settings)
+        sizes = [len(schema.features), *_TABLE_MODELS[name], len(schema.target.categories) or 1]
+        return models.mlp(sizes, seed=settings.seed)
     if name == "auto":
         name = _MODEL_OF.get(settings.dataset, "")
         if not name:
@@ -83,16 +116,21 @@ def make_mechanism(settings: Settings) -> Mechanism:
 
 def _call(path: str, offered: Mapping[str, Any]) -> Any:
     """Call package.module:function with those of the offered arguments that it takes."""
-    module_name, _, function_name = path.partition(":")
-    module = user_module(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
+    function = users_function(path)
     try:
         taken = inspect.signature(function).parameters
         return function(**{name: value for name, value in offered.items() if name in taken})
     except Exception as problem:
         raise UsageError(f"{path} failed: {named(problem)}") from problem
+
+
+def users_function(path: str) -> Callable[..., Any]:
+    """package.module:function."""
+    module_name, _, function_name = path.partition(":")
+    function = getattr(user_module(module_name), function_name, None)
+    if not callable(function):
+        raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
+    return cast(Callable[..., Any], function)
 
 
 # --- a run's model ------------------------------------------------------------------------------------------------------
@@ -107,7 +145,7 @@ class TrainedModel:
 
     def __call__(self, inputs: Any) -> np.ndarray:
         with torch.inference_mode():
-            return np.asarray(self.model(torch.as_tensor(np.asarray(inputs))) / self.temperature)
+            return np.asarray(tempered(self.model, self.temperature)(torch.as_tensor(np.asarray(inputs))))
 
     def classes(self, inputs: Any) -> np.ndarray:
         """The class with the highest score, for each record."""
@@ -118,7 +156,7 @@ class TrainedModel:
         settings = self.settings if dataset is None else replace(self.settings, dataset=dataset, holdout=0)
         _, test = load_data(settings)
         try:
-            return score(self.model, test, temperature=self.temperature)
+            return score(tempered(self.model, self.temperature), test)
         except (RuntimeError, ValueError) as problem:
             raise UsageError(f"the model does not fit the data set {settings.dataset}: {problem}") from problem
 
