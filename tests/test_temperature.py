@@ -117,6 +117,14 @@ def test_regression_has_no_temperature() -> None:
         fit_temperature(private, target_epsilon=9.0)
 
 
+def test_people_have_no_temperature() -> None:
+    model, data = overconfident(400)
+    private = engine(model, data, mechanism="gradient", batch_size=20, steps=1, unit=[i // 2 for i in range(400)], max_per_person=2)
+    with pytest.raises(InvalidArgument, match="a person may have several"):
+        fit_temperature(private, target_epsilon=9.0)
+    assert private.ledger.steps == 0
+
+
 # --- dpulr train --temperature ------------------------------------------------------------------------------------------
 def test_a_run_with_a_temperature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
