@@ -79,11 +79,11 @@ def run(label: str, method: str, rate: float, seed: int, *, trial: bool = False)
         options |= {"radius": 1e-2}
     else:
         repeats = None
-    model = row.stand_in if method == STAND_IN else row.model
+    model = row.stand_in or row.model if method == STAND_IN else row.model
     return Run(
         Settings(
             dataset=row.dataset,
-            model=model if ":" in str(model) else f"reproduction.unbackpropagated:{model}",
+            model=model if ":" in model else f"reproduction.unbackpropagated:{model}",
             mechanism={HYBRID: HIDDEN, STAND_IN: "gradient"}.get(method, method),
             repeats=repeats,
             batch_size=1_000,

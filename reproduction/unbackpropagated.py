@@ -35,7 +35,7 @@ class _Surrogate(LeakyIntegrateAndFire):
         membrane = number = torch.zeros_like(current)
         for _ in range(self.steps):
             membrane = current + self.leak * membrane
-            spike = _Heaviside.apply(membrane - self.threshold)
+            spike: Tensor = _Heaviside.apply(membrane - self.threshold)  # type: ignore[no-untyped-call]
             membrane = membrane * (1 - spike)
             number = number + spike
         return number
@@ -43,7 +43,8 @@ class _Surrogate(LeakyIntegrateAndFire):
 
 def spiking_surrogate(seed: int) -> nn.Module:
     model = spiking(seed=seed)
-    model[2] = _Surrogate(model[2].steps, leak=model[2].leak, threshold=model[2].threshold, counted=True)
+    neurons: Any = model[2]
+    model[2] = _Surrogate(neurons.steps, leak=neurons.leak, threshold=neurons.threshold, counted=True)
     return model
 
 
@@ -66,10 +67,10 @@ def binarised(seed: int, signs: type[nn.Module] = Signs) -> nn.Module:
     """An MLP whose hidden layer says -1 or 1. What it weighs starts small: a sign does not see the size."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), signs(), nn.Linear(256, 10))
-        nn.init.normal_(model[1].weight, std=0.01)
-        nn.init.zeros_(model[1].bias)
-        return model
+        first, last = nn.Linear(784, 256), nn.Linear(256, 10)
+        nn.init.normal_(first.weight, std=0.01)
+        nn.init.zeros_(first.bias)
+        return nn.Sequential(nn.Flatten(), first, signs(), last)
 
 
 def straight_through(seed: int) -> nn.Module:
@@ -103,6 +104,8 @@ def boxed(seed: int) -> nn.Module:
 
 class _Unboxed(nn.Module):
     """The same function in torch."""
+
+    matrix: Tensor
 
     def __init__(self) -> None:
         super().__init__()
