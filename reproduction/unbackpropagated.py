@@ -25,7 +25,8 @@ class _Heaviside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return slope / (1 + 25 * x.abs()).square()
+        found: Tensor = slope / (1 + 25 * x.abs()).square()
+        return found
 
 
 class _Surrogate(LeakyIntegrateAndFire):
