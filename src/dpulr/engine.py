@@ -76,7 +76,8 @@ class PrivacyEngine:
 
     Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
     each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own; with `parallel="passes"` all
-    take the same batch, and share the passes. `rank_timeout` is how many seconds a rank waits for another.
+    take the same batch, and share the passes. Each rank adds its share of the noise before anything leaves it; with
+    `shared_noise=False` rank 0 adds all of it, and sees the bare sum. `rank_timeout` is how many seconds a rank waits for another.
     """
 
     def __init__(
@@ -110,11 +111,12 @@ class PrivacyEngine:
         process_group: Any = None,
         sharded: bool = False,
         parallel: Literal["records", "passes"] = "records",
+        shared_noise: bool = True,
         rank_timeout: float = 300.0,
         unit: Unit = None,
         max_per_person: int = 8,
     ) -> None:
-        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel)
+        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel, shared_noise=shared_noise)
         source = _source(insecure_noise_seed, randomness, self.ranks.rank)
         self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
         validate.whole_number("seed", seed, 0)
@@ -163,14 +165,13 @@ class PrivacyEngine:
         )
         self._check_weights_of_loss(loss_fn)
         self.mechanism = self.mechanism.settled(self.forward)
-        self._agree(
-            loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
-        )
+        settings = {"seed": seed, "replay": replay, "parallel": parallel, "shared_noise": shared_noise}
+        self._agree(loss_fn, request, {**settings, "insecure_noise_seed": insecure_noise_seed})
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
         if self.ranks.size > 1:
             check_shareable(self.fitted, request)
-            self.fitted.shares = self.ranks.size
+            self.fitted.shares = self.ranks.noise_shares
             if parallel == "passes":
                 self.fitted.split_passes(self.ranks.rank, self.ranks.size)
         self.run, self._reasons = self.ranks.shared(lambda: secrets.token_hex(8)), list[str]()
@@ -246,7 +247,7 @@ class PrivacyEngine:
                 total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
             else:
                 total = self.fitted.sum_over_people(batch, people, public, self._directions)
-            values = self.ranks.sum(self.fitted.privatise(total, self._noise.draw().to(self.forward.device)))
+            values = self.ranks.released(total, self._privatised)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
         with self._watch.own_step():
@@ -255,6 +256,9 @@ class PrivacyEngine:
                     self.fitted.gradients(values, public, self._buffers(group))
                 self._assign(group)
                 self.optimizer.step()
+
+    def _privatised(self, total: Any) -> Tensor:
+        return self.fitted.privatise(total, self._noise.draw().to(self.forward.device))
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
