@@ -189,7 +189,7 @@ def test_budgets_that_are_too_small_are_refused() -> None:
     with pytest.raises(BudgetError, match="the budget is too small"):
         plan_search(searched(target_epsilon=1e-4, target_delta=1e-9))
     with pytest.raises(BudgetError, match="above the budget of 4"):
-        plan_search(searched(noise_multiplier=0.6))
+        plan_search(searched(noise_multiplier=0.8))
 
 
 def test_tune_counts_what_accounting_counts(plan: Any) -> None:

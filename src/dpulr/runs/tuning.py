@@ -234,8 +234,8 @@ def statement(search: Search, cost: SearchCost) -> str:
         f"one {unit} {where}: of the released model, its settings and its score together. They are the best of a random number of "
         f"runs ({search.law.mean:.3g} on average; one run alone costs {up(cost.run)}). Assumed: Poisson sampling, secret "
         "randomness from the operating system, settings fixed before the data was seen but for the search, a loss of each record "
-        "that depends on that record alone; that the number of runs and what the others found stay secret, and that no interruption "
-        "depends on records. Not covered: the time that the search takes, which tells about the number of runs."
+        "that depends on that record alone; that the number of runs and what the others found stay secret, and that no "
+        "interruption depends on records. Not covered: the time that the search takes, which tells about the number of runs."
     )
 
 
