@@ -10,7 +10,17 @@ from pathlib import Path
 import reproduction
 from benchmarks import page as performance
 from benchmarks import scale
-from reproduction import audit_sweep, certified, errata, figure_bound, options, paper_figures, paper_tables, results_file
+from reproduction import (
+    audit_sweep,
+    certified,
+    errata,
+    figure_bound,
+    losses,
+    options,
+    paper_figures,
+    paper_tables,
+    results_file,
+)
 from reproduction.pages import differs, fill
 
 # what has been run of docs/paper.md, beside table 1
@@ -44,6 +54,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "performance.md": performance.parts,
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
+    "losses.md": losses.parts,
     "scale.md": scale.parts,
 }
 

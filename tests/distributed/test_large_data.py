@@ -99,7 +99,8 @@ def test_two_ranks_read_files_of_gigabytes_by_rows(tmp_path: Path) -> None:
 
 def tabled(rank: int, folder: Path) -> tuple[str, list[float]]:
     datasets = pytest.importorskip("datasets")
-    view = dpulr.data.Columns(datasets.Dataset.from_file(str(folder / "table.arrow")), inputs="x", target="y")
+    table = datasets.Dataset.from_file(str(folder / "table.arrow")).with_format("torch")
+    view = dpulr.data.Columns(table, inputs="x", target="y")
     private, values = engine(small_mlp(), view, mechanism="gradient", batch_size=BATCH, steps=STEPS), []
     for inputs, targets in private.batches():
         values += inputs[:, 0].tolist()
