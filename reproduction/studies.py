@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduction import certified, hybrid, options, paper_figures, paper_tables
+from reproduction import auto_fit, certified, hybrid, options, paper_figures, paper_tables
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
 from reproduction.results_file import described, found
@@ -202,6 +202,15 @@ def studies() -> dict[str, Study]:
             lambda choice: options.stages(choice.labels, choice.seeds),
             lambda choice: options.markdown(choice.seeds),
             epochs=5,
+            changeable=False,
+        ),
+        Study(
+            "auto-fit",
+            "what the constants of dpulr.auto are fitted to: Fashion-MNIST and synthetic tables, held-out records",
+            ("gradient", "hidden-direction"),
+            lambda choice: (stage for name in choice.labels for stage in auto_fit.stages(auto_fit.cells_of(name))),
+            lambda _: auto_fit.markdown(),
+            epochs=10,
             changeable=False,
         ),
     ]

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr import accounting, audit, data, mechanisms, models, runs, sklearn
+    from dpulr import accounting, audit, data, features, mechanisms, models, runs, sklearn
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
@@ -33,6 +33,7 @@ _HOME = {
     "audit": "dpulr.audit",
     "data": "dpulr.data",
     "evaluate": "dpulr.scores",
+    "features": "dpulr.features",
     "layers": "dpulr.model.layers",
     "losses": "dpulr.model.losses",
     "mechanisms": "dpulr.mechanisms",
@@ -53,6 +54,7 @@ __all__ = [
     "audit",
     "data",
     "evaluate",
+    "features",
     "layers",
     "losses",
     "mechanisms",

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -24,6 +24,8 @@ from dpulr import accounting, validate
 from dpulr.accounting.disk_ledger import ledger_at
 from dpulr.accounting.events import Charge, Unaccounted
 from dpulr.accounting.statement import Guarantee
+from dpulr.auto import choose, warnings_for
+from dpulr.chosen import make_optimizer, task_of
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, InvalidArgument, StepError
@@ -56,7 +58,9 @@ class PrivacyEngine:
 
     Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the
     step that would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the
-    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
+    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead. Left out, it is
+    chosen by public arithmetic, as are the repeats of the mechanism; with `optimizer="auto"` learning rate, schedule and momentum
+    are, too (`dpulr.auto`; `engine.choice` says what and why).
     `schema` is an example of a record, whose shapes and types all others must have (default: the first record's; they are public).
     `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
     it holds counts as spent. `num_workers` processes read records one step ahead where they are not rows of tensors or arrays; that
@@ -71,7 +75,7 @@ class PrivacyEngine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Literal["auto"],
         dataset: Dataset[Any],
         loss_fn: LossFunction,
         *,
@@ -106,29 +110,43 @@ class PrivacyEngine:
         if memory_limit is not None:
             validate.whole_number("memory_limit", memory_limit)
         self.mechanism = by_name(mechanism)
+        self._sets_rate = isinstance(optimizer, str)
+        if isinstance(optimizer, str):
+            validate.one_of("optimizer", optimizer, ("auto",))
+            optimizer = make_optimizer(model)
         self.model, self.optimizer = model, optimizer
         shared = self.mechanism.shares_parameters
         find_layers(uncompiled(model), shared=shared)  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
         self.records = gathered_records(dataset, device, schema, self.ranks, num_workers=num_workers)
-        request = Request(
-            records=sum(self.ranks.gathered(self.records.size)) if sharded else self.records.size,
-            batch_size=batch_size,
-            expected_batch_size=expected_batch_size,
-            sample_rate=sample_rate,
-            epochs=epochs,
-            steps=steps,
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            noise_multiplier=noise_multiplier,
+        asked: dict[str, Any] = {
+            "records": sum(self.ranks.gathered(self.records.size)) if sharded else self.records.size,
+            "batch_size": batch_size,
+            "expected_batch_size": expected_batch_size,
+            "sample_rate": sample_rate,
+            "epochs": epochs,
+            "steps": steps,
+            "target_epsilon": target_epsilon,
+            "target_delta": target_delta,
+            "noise_multiplier": noise_multiplier,
+        }
+        open_size = batch_size is expected_batch_size is sample_rate is None
+        make = partial(
+            Request,
             sampling=sampling,
             rejection_threshold=rejection_threshold,
             min_dataset_size=min_dataset_size,
             void=source.reason_for_none,
         )
+        request = make(**asked | ({"batch_size": asked["records"]} if open_size else {}))
         space = self.mechanism.space
         self.forward = prepare(model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared)
-        self.mechanism = self.mechanism.settled(self.forward)
+        self.task, size = task_of(self.mechanism, self.forward.sites, **asked)
+        repeats = getattr(self.mechanism, "repeats", None)
+        self.choice = choose(self.task, batch_size=size, repeats=repeats if isinstance(repeats, int) else None)
+        if open_size:
+            request = make(**asked | {"batch_size": self.choice.batch_size})
+        self.mechanism = self.mechanism.with_repeats(self.choice.repeats).settled(self.forward)
         self._agree(
             loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
         )
@@ -165,7 +183,8 @@ class PrivacyEngine:
             for note in self.notes:
                 _LOG.info(note)
         if self.plan.public_size is not None and not self.plan.event.reasons and self.ranks.rank == 0:
-            for sentence in accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size):
+            few = accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size)
+            for sentence in [*few, *([] if few else warnings_for(self.task))]:
                 warnings.warn(sentence, stacklevel=2)
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -200,6 +219,9 @@ class PrivacyEngine:
                 observer(Released(number, public, values.clone()))
             self.fitted.gradients(values, public, self._gradients)
         self._assign()
+        if self._sets_rate:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.choice.rate_at(number, self.planned_steps)
         with self._watch.own_step():
             self.optimizer.step()
 

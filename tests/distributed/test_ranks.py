@@ -24,7 +24,7 @@ from tests.support.replaying import Replaying
 MECHANISMS = [
     dpulr.HiddenDirection(repeats=3),
     dpulr.HiddenDirection(repeats=2, subspace=2, antithetic=True, kappa=0.1),
-    dpulr.HiddenDirection(groups=2),
+    dpulr.HiddenDirection(repeats=1, groups=2),
     dpulr.Gaussian(repeats=2, estimator="antithetic"),
     dpulr.Gaussian(repeats=2, clipping="per-layer"),
     dpulr.mechanisms.by_name("gradient"),

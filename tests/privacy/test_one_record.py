@@ -40,12 +40,12 @@ MODELS: dict[str, Any] = {
     "box": zoo.BoxInside,
 }
 SETTINGS: list[Any] = [
-    dpulr.HiddenDirection(),
+    dpulr.HiddenDirection(repeats=1),
     dpulr.HiddenDirection(repeats=4, antithetic=True),
-    dpulr.HiddenDirection(kappa=0.05),
-    dpulr.HiddenDirection(last_layer="exact"),
-    dpulr.HiddenDirection(space="weight"),
-    dpulr.HiddenDirection(groups=1, subspace=2),
+    dpulr.HiddenDirection(repeats=1, kappa=0.05),
+    dpulr.HiddenDirection(repeats=1, last_layer="exact"),
+    dpulr.HiddenDirection(repeats=1, space="weight"),
+    dpulr.HiddenDirection(repeats=1, groups=1, subspace=2),
     dpulr.Gaussian(repeats=2),
     dpulr.Gaussian(repeats=2, estimator="likelihood-ratio", clipping="per-layer"),
     dpulr.Gaussian(repeats=2, estimator="baseline", space="weight"),

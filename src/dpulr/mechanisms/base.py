@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -80,6 +80,10 @@ class Mechanism(ABC):
     def settled(self, forward: Forward) -> Mechanism:
         """The same settings with what they leave to the model filled in. It is tried on synthetic records: nothing private."""
         return self
+
+    def with_repeats(self, repeats: int) -> Mechanism:
+        """The same settings with repeats that were left open ("auto") filled in."""
+        return replace(self, repeats=repeats) if getattr(self, "repeats", None) == "auto" else self  # type: ignore[type-var]
 
     def notes(self, forward: Forward) -> list[str]:
         """What a user should know of these (settled) settings on this model, in sentences. Public."""

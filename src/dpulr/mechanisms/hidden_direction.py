@@ -37,7 +37,7 @@ _LEAST_KAPPA = 1e-30  # well within float32: nothing is divided by zero
 class HiddenDirection(Mechanism):
     """Settings.
 
-    repeats        directions per record and layer
+    repeats        directions per record and layer; "auto": by budget and model, when the run is planned (dpulr.auto)
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
     radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
     antithetic     True compares a direction with its opposite; False with the clean pass: half the passes per direction
@@ -50,7 +50,7 @@ class HiddenDirection(Mechanism):
     subspace       directions hide in a public subspace of m dimensions per layer ("auto": 4 per repeat, at least 16); None: in all
     """
 
-    repeats: int = 1
+    repeats: int | Literal["auto"] = "auto"
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
     radius: float = 0.1
     kappa: float | None = None
@@ -63,7 +63,8 @@ class HiddenDirection(Mechanism):
     name: ClassVar[str] = "hidden-direction"
 
     def __post_init__(self) -> None:
-        validate.whole_number("repeats", self.repeats)
+        if self.repeats != "auto":
+            validate.whole_number("repeats", self.repeats)
         validate.boolean("antithetic", self.antithetic)
         validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
         validate.one_of("space", self.space, get_args(Space))
@@ -98,9 +99,14 @@ class HiddenDirection(Mechanism):
         return () if self.exact == "none" else self.exact
 
     @property
+    def count(self) -> int:
+        """The repeats, as a number: 1 as long as no run has filled "auto" in."""
+        return 1 if self.repeats == "auto" else self.repeats
+
+    @property
     def kept_dims(self) -> int | None:
         """Dimensions of the public subspaces."""
-        return max(16, 4 * self.repeats) if self.subspace == "auto" else self.subspace
+        return max(16, 4 * self.count) if self.subspace == "auto" else self.subspace
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> HiddenDirectionRelease:
         return self.layout(sites).release(noise_multiplier)
@@ -118,7 +124,7 @@ class HiddenDirection(Mechanism):
     def passes(self, sites: Sequence[Site]) -> int:
         layout = self.layout(sites)
         exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.dims[layout.exact]
-        return 1 + (2 if self.antithetic else 1) * self.repeats * len(layout.hidden_groups) + exact
+        return 1 + (2 if self.antithetic else 1) * self.count * len(layout.hidden_groups) + exact
 
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
         return FittedHiddenDirection(self, forward, plan, memory_limit=memory_limit, seed=seed)
@@ -126,7 +132,7 @@ class HiddenDirection(Mechanism):
     @classmethod
     def worst_case(cls) -> WorstCase:
         """The crafted canary needs no public subspace."""
-        return WorstCase(cls(subspace=None))
+        return WorstCase(cls(repeats=1, subspace=None))
 
 
 class FittedHiddenDirection(SitewiseMechanism):
@@ -143,7 +149,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
-        self._own_repeats, self._owns_exact = settings.repeats, True
+        self._own_repeats, self._owns_exact = settings.count, True
         self._bounds = self._site_bounds()
         self._overlaps = self._site_overlaps()
         for group in self.layout.hidden_groups:
@@ -167,9 +173,10 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def split_passes(self, rank: int, size: int) -> None:
         """A part of the repeats, whose mean over all ranks is still bounded; rank 0 has the exact layer."""
-        if size > self.settings.repeats:
-            raise InvalidArgument(f"parallel='passes' shares {self.settings.repeats} repeats among {size} ranks: some have none.")
-        self._own_repeats, self._owns_exact = len(range(rank, self.settings.repeats, size)), rank == 0
+        repeats = self.settings.count
+        if size > repeats:
+            raise InvalidArgument(f"parallel='passes' shares {repeats} repeats among {size} ranks: some have none.")
+        self._own_repeats, self._owns_exact = len(range(rank, repeats, size)), rank == 0
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
@@ -214,7 +221,7 @@ class FittedHiddenDirection(SitewiseMechanism):
             sums: list[Tensor] = []
             for repeats in parts:
                 z = directions.spheres([(repeats, clean.records, self.layout.dims[g]) for g in groups])
-                b = self.bit(self.difference(clean, groups, z, public)).div_(self.settings.repeats)
+                b = self.bit(self.difference(clean, groups, z, public)).div_(self.settings.count)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums

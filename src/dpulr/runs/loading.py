@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from dpulr import data, mechanisms, models
+from dpulr import data, features, mechanisms, models
 from dpulr.errors import RunError, UsageError
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
@@ -28,7 +29,9 @@ _MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
 
 def load_data(settings: Settings) -> tuple[Any, Any]:
     """Training and test set; with a holdout, both from the training set."""
-    if ":" not in settings.dataset:
+    if settings.features is not None:
+        train, test = _features(settings.dataset, settings.features)
+    elif ":" not in settings.dataset:
         train, test = data.load(settings.dataset)
     else:
         pair = _call(settings.dataset, {})
@@ -43,9 +46,19 @@ def load_data(settings: Settings) -> tuple[Any, Any]:
     return Subset(train, range(border)), Subset(train, range(border, len(train)))
 
 
+@lru_cache(maxsize=1)
+def _features(dataset: str, extractor: str) -> tuple[Any, Any]:
+    """Kept, because data and model are both made from them: their hash is checked once."""
+    if ":" in dataset:
+        raise UsageError(f"features are made of data sets that are known by name, not of {dataset}: use dpulr.features.compute.")
+    return features.load(dataset, extractor)
+
+
 def make_model(settings: Settings) -> nn.Module:
     """The model with its initial weights. A user's function gets `seed` if it has such a parameter."""
     name = settings.model
+    if name == "auto" and settings.features is not None:
+        return features.head(_features(settings.dataset, settings.features)[0])
     if name == "auto":
         name = _MODEL_OF.get(settings.dataset, "")
         if not name:
@@ -65,7 +78,7 @@ def make_mechanism(settings: Settings) -> Mechanism:
     kind = mechanisms.kind_of(settings.mechanism)
     options = dict(settings.mechanism_options)
     defaults = {item.name: item.default for item in fields(kind)}  # type: ignore[arg-type]
-    if "repeats" in defaults and settings.repeats is not None:
+    if settings.repeats not in (None, "auto") and "repeats" in defaults:
         options.setdefault("repeats", settings.repeats)
     if settings.exact is not None:
         words = settings.exact.split(",")

@@ -63,7 +63,7 @@ def start(
             )
         training.engine.ranks.shared(lambda: _check_evaluation(training, test))
         view.note(f"writing to {folder}")
-        training.engine.use_ledger(lambda: _create(folder, settings, training.engine, held))
+        training.engine.use_ledger(lambda: _create(folder, training.settings, training.engine, held))
         clock.end("setup")
         return _trained(folder, training, test, view, clock, stop, show_unprotected=show_unprotected)
 
