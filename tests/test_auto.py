@@ -165,13 +165,6 @@ def test_only_auto_is_a_word() -> None:
             Settings(**{name: "many"})  # type: ignore[arg-type]
 
 
-def test_constants_are_those_that_the_study_finds() -> None:
-    from reproduction import auto_fit
-
-    for mechanism, constants in auto.FITTED.items():
-        assert constants == auto_fit.fitted(mechanism), f"{mechanism}: python -m reproduction auto-fit --show"
-
-
 def test_a_schedule_ends_at_zero() -> None:
     assert auto.scheduled(2.0, "cosine", 0.0) == 2.0
     assert np.isclose(auto.scheduled(2.0, "cosine", 1.0), 0)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
     from dpulr.model import layers, losses
     from dpulr.model.black_box import BlackBox
+    from dpulr.model.weights import class_weights
     from dpulr.paper.mechanism import Paper
     from dpulr.scores import evaluate
 
@@ -31,6 +32,7 @@ _HOME = {
     "ZerothOrder": "dpulr.mechanisms",
     "accounting": "dpulr.accounting",
     "audit": "dpulr.audit",
+    "class_weights": "dpulr.model.weights",
     "data": "dpulr.data",
     "evaluate": "dpulr.scores",
     "features": "dpulr.features",
@@ -52,6 +54,7 @@ __all__ = [
     "ZerothOrder",
     "accounting",
     "audit",
+    "class_weights",
     "data",
     "evaluate",
     "features",
@@ -68,7 +71,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'dpulr' has no attribute {name!r}")
     home = import_module(_HOME[name])
-    return home if name[0].islower() and name != "evaluate" else getattr(home, name)
+    return home if name[0].islower() and name not in ("class_weights", "evaluate") else getattr(home, name)
 
 
 def __dir__() -> list[str]:

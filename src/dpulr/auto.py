@@ -33,8 +33,8 @@ class Constants:
 
 
 FITTED = {
-    "gradient": Constants(largest=32.0, movement=0.5, steps=2.0),
-    "hidden-direction": Constants(largest=32.0, movement=0.5, steps=1.0),
+    "gradient": Constants(largest=96.0, movement=0.4, steps=4.0),
+    "hidden-direction": Constants(largest=96.0, movement=0.4, steps=4.0),
 }
 FEWEST_STEPS, SMALLEST_BATCH, LARGEST_SHARE = 60, 32, 1 / 3
 _AFFORDABLE = 4e6  # multiplications of all repeats of a record

@@ -32,11 +32,12 @@ from dpulr.errors import BudgetError, InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
-from dpulr.model.batches import copied
+from dpulr.model.batches import call_on_copy, copied
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
+from dpulr.model.weights import WeightFunction, lost_weights
 from dpulr.plan import Plan, Request, Sampling
 from dpulr.randomness import RandomSource
 
@@ -65,7 +66,8 @@ class PrivacyEngine:
     `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
     it holds counts as spent. `num_workers` processes read records one step ahead where they are not rows of tensors or arrays; that
     step is charged then. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
-    audit); like `insecure_noise_seed`, it voids the guarantee.
+    audit); like `insecure_noise_seed`, it voids the guarantee. `weights` is a public function of the targets that gives each record
+    a weight of at most 1, by which its bounded signal is multiplied (`dpulr.class_weights`).
 
     Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
     each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own; with `parallel="passes"` all
@@ -98,6 +100,7 @@ class PrivacyEngine:
         replay: Literal["auto", "trace", "hook"] = "auto",
         schema: tuple[Any, Any] | None = None,
         ledger: str | Path | None = None,
+        weights: WeightFunction | None = None,
         num_workers: int = 0,
         process_group: Any = None,
         sharded: bool = False,
@@ -139,8 +142,18 @@ class PrivacyEngine:
             void=source.reason_for_none,
         )
         request = make(**asked | ({"batch_size": asked["records"]} if open_size else {}))
-        space = self.mechanism.space
-        self.forward = prepare(model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared)
+        self._check_weights_are_taken(weights)
+        self.forward = prepare(
+            model,
+            loss_fn,
+            self.records.example,
+            device,
+            space=self.mechanism.space,
+            method=replay,
+            shared=shared,
+            weights=weights,
+        )
+        self._check_weights_of_loss(loss_fn)
         self.task, size = task_of(self.mechanism, self.forward.sites, **asked)
         repeats = getattr(self.mechanism, "repeats", None)
         self.choice = choose(self.task, batch_size=size, repeats=repeats if isinstance(repeats, int) else None)
@@ -368,6 +381,22 @@ class PrivacyEngine:
             if reason is not None:
                 self._void(f"the mechanism {self.mechanism.name} comes from outside, and its bound could not be shown: {reason}")
 
+    def _check_weights_are_taken(self, weights: WeightFunction | None) -> None:
+        if weights is not None and not self.mechanism.takes_weights:
+            raise InvalidArgument(f"the mechanism {self.mechanism.name} does not weigh records: leave out weights=.")
+
+    def _check_weights_of_loss(self, loss_fn: LossFunction) -> None:
+        """Weights in a loss that would be forgotten without a word."""
+        inputs, targets = self.forward.probe
+        with torch.inference_mode(), self.forward.checked_mode():
+            lost = None if self.mechanism.keeps_sizes else lost_weights(loss_fn, call_on_copy(self.model, inputs), targets)
+        if lost is not None:
+            raise InvalidArgument(
+                f"{lost} of {type(loss_fn).__name__} would change nothing: the mechanism {self.mechanism.name} keeps only the sign "
+                "of a difference of losses. Give the engine weights=dpulr.class_weights([...]) instead, or the mechanism "
+                "kappa='adaptive' (docs/losses.md)."
+            )
+
     def _void(self, reason: str) -> None:
         """From now on nothing is certified, and a warning says why."""
         if reason not in self._reasons:
@@ -387,6 +416,7 @@ class PrivacyEngine:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "ledger": self.ledger.to_dict(),
+            "mechanism": self.fitted.state(),
             "run": self.run,
             "reasons": list(self._reasons),
         }
@@ -415,6 +445,7 @@ class PrivacyEngine:
             self._void(str(reason))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.fitted.load_state(state.get("mechanism", {}))
         self._watch.accept()
 
     def use_ledger(self, given: accounting.Ledger | Callable[[], accounting.Ledger]) -> None:

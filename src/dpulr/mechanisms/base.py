@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from dpulr.model.passes import Clean
 from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
 from dpulr.plan import Plan, Request, certified_plan
 from dpulr.randomness import Directions
+
+if TYPE_CHECKING:
+    from dpulr.mechanisms.scales import Scales
 
 WITH_MARGIN = 1 - 3e-4
 """Bounds are met with this much room: rounding of a record's share, and of the others' sum when it is there, stays below it."""
@@ -68,6 +71,13 @@ class Mechanism(ABC):
     space: Space = "auto"
     shares_parameters: ClassVar[bool] = False
     """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
+    takes_weights: ClassVar[bool] = False
+    """Whether records' weights (`Forward.weighed`) act on their signals."""
+
+    @property
+    def keeps_sizes(self) -> bool:
+        """Whether a record whose loss is multiplied by a number can add more, or less, for that."""
+        return True
 
     @abstractmethod
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> Release:
@@ -125,6 +135,13 @@ class FittedMechanism(ABC, Generic[Public]):
     def sum_of_bounded_signals(self, batch: Batch, public: Public, directions: Directions) -> Any:
         """The sum over the batch of the records' signals, each within its bound."""
 
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the weights: public numbers, as JSON can hold them."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. What is missing there stays as it is."""
+
     def privatise(self, total: Any, noise: Tensor) -> Tensor:
         """Here noise is added. What comes out may be seen by everybody. `noise` is standard normal, in float64.
 
@@ -148,10 +165,12 @@ class FittedMechanism(ABC, Generic[Public]):
 class SitewiseMechanism(FittedMechanism[Bases]):
     """A fitted mechanism whose release has a part for each site, in the site's public subspace.
 
-    `backward_to` are the sites at whose outputs a backward pass gives the gradient.
+    `backward_to` are the sites at whose outputs a backward pass gives the gradient. `scales` say where records are clipped, if not
+    at a constant; if they adapt, the votes about them are the last part of a release.
     """
 
     backward_to: Sequence[int] = ()
+    scales: Scales | None = None
 
     def __init__(
         self,
@@ -163,7 +182,9 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         seed: int,
         subspace: int | None = None,
         sites: Sequence[Site] | None = None,
+        votes: int = 0,
     ) -> None:
+        self._votes = votes
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
         self.sites = [site.within(subspace) for site in forward.sites] if sites is None else list(sites)
         self.noise_std, self.divisor = noise_std, plan.expected_batch_size
@@ -174,7 +195,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
 
     @cached_property
     def part_sizes(self) -> list[int]:
-        return [site.size for site in self.sites]
+        return [*(site.size for site in self.sites), *([self._votes] if self._votes else [])]
 
     def draw_public(self, step: int) -> Bases:
         return self._bases.draw()
@@ -203,14 +224,23 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     def gradients(self, values: Tensor, public: Bases, into: Gradients) -> None:
         mean = values.div(self.divisor).to(self.dtype)
         self.lift(mean, public, into)
+        if self.scales is not None and self._votes:
+            self.scales.follow(self.parts(values)[-1])
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.scales is None else {"scales": self.scales.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.scales is not None and "scales" in state:
+            self.scales.load(state["scales"])
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Write the gradients that a mean of signals stands for, site by site."""
-        for site, part, basis, views in zip(self.sites, self.parts(mean), public, into, strict=True):
+        for site, part, basis, views in zip(self.sites, self.parts(mean)[: len(self.sites)], public, into, strict=True):
             site.lift(part, basis, views)
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """The sites' parts of a release."""
+        """The sites' parts of a release, and the votes about scales, if there are any."""
         return list(flat.split_with_sizes(self.part_sizes))
 
 

@@ -47,6 +47,7 @@ class Gaussian(Mechanism):
     space: Space = "auto"
     subspace: int | None = None
     name: ClassVar[str] = "gaussian"
+    takes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
@@ -94,7 +95,7 @@ class FittedGaussian(SitewiseMechanism):
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
         signals = [self.estimate(clean, i, public[i], directions) for i in range(len(self.sites))]
         norms = torch.stack([site.norms(call, signal) for site, call, signal in zip(self.sites, clean.calls, signals, strict=True)])
-        scales = self.clip_factors(norms)
+        scales = self.forward.weighed(self.clip_factors(norms), clean.targets)
         for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
             site.add(call, signal, scale, part, precise=self.precise)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
 from dpulr.mechanisms.exact_part import ExactPart, exact_notes, settle_exact
 from dpulr.mechanisms.layout import Layout
+from dpulr.mechanisms.scales import Scale, Scales, check_quantile, check_scale, trial, typical
+from dpulr.mechanisms.soft_bits import joint_gains, reaches
 from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean, Move, Shift
@@ -30,7 +33,6 @@ from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
 _EXACT_STEP = 1e-2
-_LEAST_KAPPA = 1e-30  # well within float32: nothing is divided by zero
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,10 @@ class HiddenDirection(Mechanism):
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
     radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
     antithetic     True compares a direction with its opposite; False with the clean pass: half the passes per direction
-    kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
+    kappa          None keeps the sign of the difference of losses; a number keeps its size up to a gradient (in a layer) of this
+                   length. "auto": a length per layer, from the initial model on synthetic records; "adaptive": one that follows
+                   the records, by a noisy count in the same release (docs/losses.md)
+    quantile       of "auto" and "adaptive": the share of differences that are not clipped
     last_layer     "exact" takes the last layer's gradient by differences at its few outputs, clipped and noised as a Gaussian part
     exact          layers whose gradient one backward pass takes, clipped jointly and noised as a Gaussian part of the same release:
                    their names, or "auto": those whose gradient by autograd is that of the loss. "none": no backward passes
@@ -53,14 +58,16 @@ class HiddenDirection(Mechanism):
     repeats: int | Literal["auto"] = "auto"
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
     radius: float = 0.1
-    kappa: float | None = None
+    kappa: Scale | None = None
     last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
     subspace: int | Literal["auto"] | None = "auto"
     antithetic: bool = False
     groups: int | None = None
     exact: Literal["none", "auto"] | tuple[str, ...] = "none"
+    quantile: float = 0.95
     name: ClassVar[str] = "hidden-direction"
+    takes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.repeats != "auto":
@@ -70,7 +77,8 @@ class HiddenDirection(Mechanism):
         validate.one_of("space", self.space, get_args(Space))
         validate.positive("radius", self.radius)
         if self.kappa is not None:
-            validate.at_least("kappa", self.kappa, _LEAST_KAPPA)
+            check_scale("kappa", self.kappa)
+        check_quantile(self.quantile)
         if self.groups is not None:
             validate.whole_number("groups", self.groups)
         if self.subspace not in ("auto", None):
@@ -102,6 +110,15 @@ class HiddenDirection(Mechanism):
     def count(self) -> int:
         """The repeats, as a number: 1 as long as no run has filled "auto" in."""
         return 1 if self.repeats == "auto" else self.repeats
+
+    @property
+    def keeps_sizes(self) -> bool:
+        return self.kappa is not None
+
+    @property
+    def span(self) -> float:
+        """By how many radii the two passes of a difference lie apart, times the radius."""
+        return self.radius * (2 if self.antithetic else 1)
 
     @property
     def kept_dims(self) -> int | None:
@@ -139,7 +156,8 @@ class FittedHiddenDirection(SitewiseMechanism):
     def __init__(self, settings: HiddenDirection, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
         self.settings, self.layout = settings, settings.layout(forward.sites)
         std = plan.noise_multiplier
-        super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, sites=self.layout.sites)
+        sites, votes = self.layout.sites, self.layout.votes
+        super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, sites=sites, votes=votes)
         self.backward_to = self.layout.backward_to
         refusal = backward_refusal(forward, self.backward_to) if self.backward_to else None
         if refusal is not None:
@@ -155,6 +173,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         for group in self.layout.hidden_groups:
             if len(group) > 1:
                 self._check_order(group)
+        if settings.kappa is not None:
+            self.scales = self._scales(settings.kappa, plan)
 
     def _site_bounds(self) -> Tensor:
         """(hidden sites, 1)."""
@@ -180,29 +200,50 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
+        below = torch.zeros(self._votes, clean.records, dtype=torch.bool, device=self.device)
         if self.hidden:
-            self._add_hidden(clean, public, directions, parts)
+            self._add_hidden(clean, public, directions, parts, below)
         if self.layout.exact is not None and self._owns_exact:
-            self._add_exact(clean, public, parts)
+            self._add_exact(clean, public, parts, below)
+        if self.scales is not None and self._votes and self._owns_exact:  # one rank votes for a record, not all
+            self.scales.count(below, parts[-1])
 
-    def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor]) -> None:
-        bound = WITH_MARGIN * self.weights[-1]
+    def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor], below: Tensor) -> None:
         if self.backward_to:
-            exact = ExactPart([self.sites[i] for i in self.backward_to], [[i] for i in self.backward_to], clean)
-            scale = (bound / torch.linalg.vector_norm(exact.norms, dim=0)).clamp(max=1)
-            exact.add(scale.expand_as(exact.norms), [parts[i] for i in self.backward_to], precise=self.precise)
+            exact = self._exact_part(clean)
+            factors = self._exact_factors(torch.linalg.vector_norm(exact.norms, dim=0), clean, below)
+            exact.add(factors.expand_as(exact.norms), [parts[i] for i in self.backward_to], precise=self.precise)
             return
-        site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
-        site.add(call, signal, (bound / site.norms(call, signal)).clamp(max=1), parts[-1], precise=self.precise)
+        index = len(self.sites) - 1
+        site, call, signal = self.sites[index], clean.calls[index], self.slopes(clean, index, public[index])
+        site.add(call, signal, self._exact_factors(site.norms(call, signal), clean, below), parts[index], precise=self.precise)
 
-    def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
-        scales = dict(zip(self.hidden, (self._bounds / gains).nan_to_num_(0, 0, 0), strict=True))
+    def _exact_part(self, clean: Clean) -> ExactPart:
+        return ExactPart([self.sites[i] for i in self.backward_to], [[i] for i in self.backward_to], clean)
+
+    def _exact_factors(self, norms: Tensor, clean: Clean, below: Tensor) -> Tensor:
+        """What exact gradients of these norms are multiplied by: clipped to the bound, or at their scale, which becomes it."""
+        bound = WITH_MARGIN * self.weights[-1]
+        if self.scales is None:
+            return self.forward.weighed((bound / norms).clamp(max=1), clean.targets)
+        if self._votes:
+            below[-1] = norms <= self.scales.values[-1]
+        return self.forward.weighed(bound / torch.maximum(norms, self.scales.values[-1]), clean.targets)
+
+    def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor], below: Tensor) -> None:
+        gains, groups = self._gains(clean), self.layout.hidden_groups
+        reach = None if self.scales is None else reaches(self.sites, groups, gains)
+        factors = (self._bounds / (gains if reach is None else joint_gains(self.sites, groups, reach))).nan_to_num_(0, 0, 0)
+        scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
-        estimates = self.estimates(clean, public, directions)
+        estimates = self.estimates(clean, public, directions, reach, below)
         for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
                 self.sites[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
+
+    def _gains(self, clean: Clean) -> Tensor:
+        """(hidden sites, records)."""
+        return torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
@@ -215,13 +256,24 @@ class FittedHiddenDirection(SitewiseMechanism):
         dims = self.layout.dims
         return [part * records * sum(dims[g] for g in groups) for groups, repeats in self._passes(records) for part in repeats]
 
-    def estimates(self, clean: Clean, public: Bases, directions: Directions) -> Iterator[Tensor]:
-        """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1."""
+    def estimates(
+        self, clean: Clean, public: Bases, directions: Directions, reach: Tensor | None = None, below: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1.
+
+        Where scales adapt, it is written to `below` (groups, records) whether a record's first difference was below them.
+        """
+        if self.scales is not None and reach is None:
+            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(clean))
         for groups, parts in self._passes(clean.records):
+            units = None if reach is None else self._units(reach, groups)
             sums: list[Tensor] = []
             for repeats in parts:
                 z = directions.spheres([(repeats, clean.records, self.layout.dims[g]) for g in groups])
-                b = self.bit(self.difference(clean, groups, z, public)).div_(self.settings.count)
+                b = self.bit(self.difference(clean, groups, z, public), units)
+                if below is not None and self._votes and not sums:
+                    below[groups.start : groups.stop] = b[:, 0].abs() < 1
+                b.div_(self.settings.count)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
@@ -271,11 +323,50 @@ class FittedHiddenDirection(SitewiseMechanism):
             return (signal,)
         return torch.split(signal, [self.sites[i].dim for i in group], dim=-1)
 
-    def bit(self, difference: Tensor) -> Tensor:
-        """b in [-1, 1]; 0 where a loss was not finite."""
-        kappa = self.settings.kappa
+    def bit(self, difference: Tensor, units: Tensor | None) -> Tensor:
+        """b in [-1, 1]: a sign, or the difference in these units, clipped. 0 where a loss was not finite."""
         finite = difference.nan_to_num(0, 0, 0)
-        return finite.sign_() if kappa is None else finite.div_(kappa).nan_to_num_(0, 1, -1).clamp_(-1, 1)
+        return finite.sign_() if units is None else finite.mul_(units).nan_to_num_(0, 1, -1).clamp_(-1, 1)
+
+    # --- soft bits ----------------------------------------------------------------------------------------------------
+    def _units(self, reach: Tensor, groups: range) -> Tensor:
+        """(groups, 1, records): one over the difference of losses at which a record is clipped."""
+        assert self.scales is not None
+        own = slice(groups.start, groups.stop)
+        return (reach[own] / (self.settings.span * self.scales.values[own, None])).unsqueeze(1)
+
+    def _scales(self, kappa: Scale, plan: Plan) -> Scales:
+        if not isinstance(kappa, str):
+            return Scales(torch.full((len(self.layout.groups),), kappa, device=self.device, dtype=self.dtype))
+        with torch.inference_mode(), self.forward.checked_mode():
+            values = self._typical_lengths()
+        if kappa == "auto":
+            return Scales(values)
+        noise = self.layout.release(plan.noise_multiplier).gaussian[-1] if plan.noise_multiplier else 1.0
+        std, batch = self.noise_std or 1.0, plan.expected_batch_size
+        return Scales(values, quantile=self.settings.quantile, noise_std=std, noise_multiplier=noise, batch=batch)
+
+    def _typical_lengths(self) -> Tensor:
+        """(groups,): the quantile of the gradients' lengths along a direction, on synthetic records and directions of no secret."""
+        public, directions = self._bases.draw(), Directions(np.random.default_rng(0), self.device, self.dtype)
+        found = []
+        for clean in trial(self.forward, self.backward_to):
+            lengths = list[Tensor]()
+            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(clean)) if self.hidden else ()
+            for g, longest in enumerate(reach):
+                z = [directions.sphere(1, clean.records, self.layout.dims[g])]
+                lengths.append(self.difference(clean, range(g, g + 1), z, public)[0, 0].abs() * longest / self.settings.span)
+            if self.layout.exact is not None:
+                lengths.append(self._exact_lengths(clean, public))
+            found.append(torch.stack(lengths))
+        return typical(found, self.settings.quantile)
+
+    def _exact_lengths(self, clean: Clean, public: Bases) -> Tensor:
+        if self.backward_to:
+            joint: Tensor = torch.linalg.vector_norm(self._exact_part(clean).norms, dim=0)
+            return joint
+        index = len(self.sites) - 1
+        return self.sites[index].norms(clean.calls[index], self.slopes(clean, index, public[index]))
 
     # --- the exact last layer -----------------------------------------------------------------------------------------
     def slopes(self, clean: Clean, index: int, basis: Tensor | None) -> Tensor:

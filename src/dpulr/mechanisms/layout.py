@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.layer_budget import LayerCost, balanced
+from dpulr.mechanisms.scales import noise_of_votes
 from dpulr.model.sites import OutputSite, Site, make_site
 
 if TYPE_CHECKING:
@@ -68,7 +70,16 @@ class Layout:
         repeats = self.settings.count
         hidden = tuple(HiddenSite(self.dims[g], ratios[g], repeats) for g in range(len(self.hidden_groups)))
         exact = () if self.exact is None else (ratios[self.exact],)
-        return HiddenDirectionRelease(hidden, exact, numbers=sum(site.size for site in self.sites))
+        still = HiddenDirectionRelease(hidden, exact, numbers=sum(site.size for site in self.sites))
+        if not self.votes:
+            return still
+        noise = noise_of_votes(still.equivalent_noise())
+        return replace(still, gaussian=(*exact, noise), numbers=still.numbers + self.votes)
+
+    @property
+    def votes(self) -> int:
+        """How many scales follow the records: one per group, or none. Their noise is the last Gaussian part of a release."""
+        return len(self.groups) if self.settings.kappa == "adaptive" else 0
 
     def weights(self, noise_multiplier: float) -> tuple[float, ...]:
         """The bound C of each group."""

@@ -53,6 +53,7 @@ class ZerothOrder(Mechanism):
     max_grad_norm: float = 1.0
     directions: Literal["normal", "sphere"] = "normal"
     name: ClassVar[str] = "zeroth-order"
+    takes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
@@ -101,7 +102,7 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
         total = torch.zeros(self.size, device=self.forward.device, dtype=torch.float64)
         for chunk in self.chunks.records(batch):
             slopes = torch.stack([self.slopes(*chunk, self.direction(seed)) for seed in public], dim=1)
-            total += self.clipped(slopes).sum(0)
+            total += self.forward.weighed(self.clipped(slopes).t(), chunk[1]).sum(1)
         return total
 
     def gradients(self, values: Tensor, public: Seeds, into: Gradients) -> None:

@@ -21,6 +21,7 @@ from dpulr.model.equal_rows import EqualRows
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.rescue import each_alone, together_or_apart
 from dpulr.model.sites import Site
+from dpulr.model.weights import RecordWeights, WeightFunction
 from dpulr.model.whole_passes import RecordwisePasses
 
 
@@ -31,6 +32,7 @@ class Forward:
     replay_bytes      for each site, what a pass from there to the loss allocates for one record
     probe             synthetic inputs and targets
     uses              for each site, the numbers of its layers' calls: one, unless its parameters are shared
+    weights           what each record's signal is multiplied by, at most 1; None: all count alike
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Forward:
         replay_bytes: Sequence[int],
         probe: tuple[Any, Any],
         uses: Sequence[Sequence[int]] | None = None,
+        weights: WeightFunction | None = None,
     ) -> None:
         self.uses = [[i] for i in range(len(sites))] if uses is None else [list(members) for members in uses]
         self.passes, self.sites = passes, tuple(sites)
@@ -49,6 +52,7 @@ class Forward:
         self.model, self.loss_fn = passes.model, passes.loss_fn
         some = next(iter(self.sites[0].parameters.values()))
         self.device, self.dtype = some.device, some.dtype
+        self.weights = None if weights is None else RecordWeights(weights, probe[1], self.dtype)
         self._modes = [(module, module.training) for module in self.model.modules() if hasattr(module, "training")]
 
     @property
@@ -159,6 +163,10 @@ class Forward:
             return losses, [all_rows.flatten(0, 1) for all_rows in inputs]
 
         return together_or_apart(lambda: self.passes.all_shifted(clean, shifts), apart, lambda: self.check_alive([0]))
+
+    def weighed(self, scale: Tensor, targets: Any) -> Tensor:
+        """Factors (..., records) of records' signals, times the records' weights."""
+        return scale if self.weights is None else scale * self.weights(targets).to(scale)
 
     def _clean_alone(self, clean: Clean) -> Any:
         @cache

@@ -33,6 +33,7 @@ from dpulr.model.shared_sites import SharedSite
 from dpulr.model.sites import OutputSite, Site, Space, WeightSite, make_site
 from dpulr.model.trained_layers import Layer, by_turns, find_layers, model_as_one_layer, sharing, with_enclosing_module
 from dpulr.model.value_reads import observe
+from dpulr.model.weights import WeightFunction
 from dpulr.model.whole_passes import HookedPasses, RecordwisePasses
 
 _PROBE_SIZES = (2, 3)
@@ -51,10 +52,12 @@ def prepare(
     space: Space = "auto",
     method: str = "auto",
     shared: bool = False,
+    weights: WeightFunction | None = None,
 ) -> Forward:
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
-    `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
+    `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook". `weights`
+    gives each record's weight.
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
     model = uncompiled(model)
@@ -66,7 +69,7 @@ def prepare(
                 "one record at a time, and whether it learns from what it sees can't be checked",
                 stacklevel=3,
             )
-        return _prepare(model, loss_fn, example, device, space, method, shared)
+        return _prepare(model, loss_fn, example, device, space, method, shared, weights)
 
 
 def _prepare(
@@ -77,6 +80,7 @@ def _prepare(
     space: Space,
     method: str,
     shared: bool,
+    weights: WeightFunction | None,
 ) -> Forward:
     layers = find_layers(model, shared=shared)
     seen = observe(model, loss_fn, example, device)
@@ -99,7 +103,7 @@ def _prepare(
         warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
     with other_weights(model.parameters(), keep=1.0):
         _check_alignment(passes, probes[1])
-    return _finished(passes, probes, space)
+    return _finished(passes, probes, space, weights)
 
 
 # --- which layers, which way to run them --------------------------------------------------------------------------------
@@ -180,7 +184,7 @@ def _traced_if_possible(whole: HookedPasses, probes: list[Probe], method: str, *
     return traced
 
 
-def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
+def _finished(passes: Passes, probes: list[Probe], space: Space, weights: WeightFunction | None) -> Forward:
     """Make the sites, and measure the memory of a row by two passes of different size."""
     with torch.inference_mode():
         (small, first), (large, second) = [_allocated(partial(passes.clean, *probe)) for probe in probes]
@@ -203,7 +207,8 @@ def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
     uses = sharing(passes.layers)
     joint = [sites[members[0]] if len(members) == 1 else SharedSite([sites[i] for i in members]) for members in uses]
     replay_bytes = [sum(replay_bytes[i] for i in members) for members in uses]
-    return Forward(passes, joint, uses=uses, bytes_per_record=per_record, replay_bytes=replay_bytes, probe=probes[0])
+    sizes: dict[str, Any] = {"bytes_per_record": per_record, "replay_bytes": replay_bytes, "probe": probes[0]}
+    return Forward(passes, joint, uses=uses, weights=weights, **sizes)
 
 
 def _allocated(run: Callable[[], Any]) -> tuple[Any, int]:

@@ -136,19 +136,20 @@ def _restore(folder: Path, training: Training, ledger: DiskLedger | None = None)
     """Put the last checkpoint, which rank 0 reads, into the training of every rank. Returns how many updates it holds."""
     model, optimizer = training.model, training.optimizer
 
-    def read() -> tuple[dict[str, Any], dict[str, Any], int]:
+    def read() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         assert ledger is not None
         about = checkpoint.load_training(folder, run=ledger.start.run, model=model, optimizer=optimizer)
         if int(about.get("entries", 0)) > ledger.entries:
             raise PrivacyRefusal(f"{folder / checkpoint.CHECKPOINT} is newer than the ledger: entries are missing there.")
-        return model.state_dict(), optimizer.state_dict(), int(about.get("applied", 0))
+        return model.state_dict(), optimizer.state_dict(), about
 
-    weights, state, applied = training.engine.ranks.shared(read)
+    weights, state, about = training.engine.ranks.shared(read)
     if ledger is None:
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
     training.engine.parameters_changed(public=True)  # what a run has saved, it has released
-    return applied
+    training.engine.fitted.load_state(about.get("mechanism", {}))
+    return int(about.get("applied", 0))
 
 
 def _go_on(folder: Path, training: Training, test: Any, ledger: DiskLedger) -> None:
@@ -298,6 +299,7 @@ class _Run:
             "applied": self.applied,
             "entries": ledger.entries,
             "head": ledger.head,
+            "mechanism": self.training.engine.fitted.state(),
         }
         checkpoint.save_training(self.folder, model=self.training.model, optimizer=self.training.optimizer, about=about)
         self._saved_at = ledger.steps
