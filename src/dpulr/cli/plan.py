@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpulr.auto import Choice, Task, batch_size_for, choose
 from dpulr.cli.options import Sets, takes_settings
 from dpulr.errors import UsageError
 from dpulr.runs.settings import Settings, keys_of
@@ -17,6 +16,7 @@ from dpulr.runs.settings import Settings, keys_of
 if TYPE_CHECKING:
     from dpulr.accounting.events import Release
     from dpulr.accounting.planning import Solution
+    from dpulr.auto import Choice, Task
 
     MakeRelease = Callable[[float], Release]
 
@@ -117,6 +117,8 @@ class How:
 
     def batch_size(self, records: int | None) -> int | None:
         """That of "auto"."""
+        from dpulr.auto import batch_size_for
+
         size = records or self.records
         return None if size is None else batch_size_for(replace(self.task, records=size))
 
@@ -134,6 +136,7 @@ class OfModel(How):
     why: dict[str, str] = field(default_factory=dict)
 
     def explained(self, found: Solution) -> tuple[Choice, float]:
+        from dpulr.auto import choose
         from dpulr.runs.training import expected_seconds
 
         task = replace(
@@ -163,6 +166,7 @@ def _of_model(settings: Settings, dataset_size: int | None) -> OfModel:
 def _of_dims(settings: Settings, dims: str) -> How:
     """Without a model, a data set or torch: for the mechanisms that the accountant knows by name."""
     from dpulr.accounting.shortcuts import release_maker
+    from dpulr.auto import Task
 
     try:
         sizes = [int(part) for part in dims.replace(",", " ").split()]

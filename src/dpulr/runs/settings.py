@@ -170,7 +170,8 @@ def _papers_setting(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     """
     if values.get("target_epsilon") is not None:
         raise UsageError("the paper mechanism has no certified epsilon: give --noise-multiplier (sigma0), no target.")
-    batch_size = values.get("batch_size", 500)
+    batch_size = _converted("batch_size", values.get("batch_size", 500))
+    batch_size = 500 if batch_size == "auto" else batch_size
     found: dict[str, Any] = {"batch_size": batch_size, "target_epsilon": None, "repeats": None}
     if "target_std" not in own:
         found["noise_multiplier"] = 4.0
