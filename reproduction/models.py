@@ -84,3 +84,12 @@ def _zero(inputs: int, classes: int) -> nn.Module:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return nn.Sequential(linear)
+
+
+def adult_linear() -> nn.Module:
+    """For `datasets.adult`."""
+    return _zero(42, 2)
+
+
+def adult_mlp(seed: int) -> nn.Module:
+    return models.mlp((42, 32, 2), seed=seed)

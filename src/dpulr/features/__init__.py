@@ -50,12 +50,12 @@ def head(dataset: Any, classes: int | None = None) -> nn.Sequential:
 
     It starts at zero: where noise is added, a random start only adds more. Where labels are private, give `classes`.
     """
-    import torch
+    import numpy as np
     from torch import nn
 
     from dpulr.features.extractors import ToFloat
 
-    width = int(torch.as_tensor(dataset[0][0]).numel())
+    width = int(np.asarray(dataset[0][0]).size)
     if classes is None:
         classes = int(max(dataset.targets)) + 1
     validate.whole_number("classes", classes, 2)
