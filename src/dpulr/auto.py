@@ -62,6 +62,8 @@ class Task:
     epochs: float | None = None
     steps: int | None = None
     noise_multiplier: float | None = None
+    adaptive: bool = False
+    """Whether the optimizer divides by the size of what it has seen, as Adam does."""
 
     @property
     def shift(self) -> float:
@@ -188,6 +190,8 @@ def _learning_rate(task: Task, noise: float, steps: int, batch: int, repeats: in
         rate *= math.sqrt(1 + outputs / repeats)  # an estimate is so much longer than the gradient, and clipping shortens it
     if task.mechanism == "zeroth-order":
         rate *= math.sqrt(task.parameters / repeats)  # the update is shorter by this public factor
+    if task.adaptive:  # it divides by the size of a gradient, which is mostly noise; and it has no factor of 1 / (1 - momentum)
+        rate *= noise / batch / (1 - MOMENTUM)
     limit = "noise" if drift / constants.movement > 1 / constants.largest else "the curvature of the loss"
     why["learning_rate"] = (
         f"{limit} sets it: {steps:,} steps with a noise of about {noise:.2g} on batches of {batch:,} move a weight by "

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from dpulr.engine import PrivacyEngine
 
 _TIMED_RECORDS = 256
+_ADAPTIVE = (torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def task_of(
     mechanism: Mechanism,
     sites: Sequence[Site],
+    optimizer: torch.optim.Optimizer,
     *,
     records: int,
     batch_size: int | None,
@@ -40,7 +42,15 @@ def task_of(
     if expected_batch_size is not None and sample_rate is not None:
         records, batch_size = max(1, round(expected_batch_size / sample_rate)), max(1, round(expected_batch_size))
     task = auto.Task(
-        mechanism.name, records, shapes(sites), target_epsilon, target_delta, epochs, steps, noise_multiplier=noise_multiplier
+        mechanism.name,
+        records,
+        shapes(sites),
+        target_epsilon,
+        target_delta,
+        epochs,
+        steps,
+        noise_multiplier=noise_multiplier,
+        adaptive=isinstance(optimizer, _ADAPTIVE),
     )
     return task, batch_size
 

@@ -29,7 +29,9 @@ from dpulr.chosen import make_optimizer, task_of
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, InvalidArgument, StepError
+from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.mechanisms.base import Gradients
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.misuse import Watch
 from dpulr.model.batches import call_on_copy, copied
@@ -39,6 +41,7 @@ from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
 from dpulr.model.weights import WeightFunction, lost_weights
 from dpulr.plan import Plan, Request, Sampling
+from dpulr.private_scores import HeldOut
 from dpulr.randomness import RandomSource
 
 Batch = tuple[Any, Any]
@@ -139,7 +142,7 @@ class PrivacyEngine:
             sampling=sampling,
             rejection_threshold=rejection_threshold,
             min_dataset_size=min_dataset_size,
-            void=source.reason_for_none,
+            void=source.reason_for_none or self.records.reason_for_none,
         )
         request = make(**asked | ({"batch_size": asked["records"]} if open_size else {}))
         self._check_weights_are_taken(weights)
@@ -151,10 +154,12 @@ class PrivacyEngine:
             space=self.mechanism.space,
             method=replay,
             shared=shared,
+            again=self.mechanism.calls_again,
             weights=weights,
+            sites=self.mechanism.uses_sites,
         )
         self._check_weights_of_loss(loss_fn)
-        self.task, size = task_of(self.mechanism, self.forward.sites, **asked)
+        self.task, size = task_of(self.mechanism, self.forward.sites, optimizer, **asked)
         repeats = getattr(self.mechanism, "repeats", None)
         self.choice = choose(self.task, batch_size=size, repeats=repeats if isinstance(repeats, int) else None)
         if open_size:
@@ -174,15 +179,12 @@ class PrivacyEngine:
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
         self._sampler = self.plan.sampler()
-        self._batch_rng, self._noise = self.ranks.batch_stream(source), source.noise(self.fitted.size)
+        self._batch_rng, self._noise = self.ranks.batch_stream(source), self.fitted.noise(source)
         self._directions = source.directions(device, self.forward.dtype)
         self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
-        self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
-        self._gradient_of = {
-            parameter: buffers[name]
-            for site, buffers in zip(self.forward.sites, self._gradients, strict=True)
-            for name, parameter in site.parameters.items()
-        }
+        groups = self.fitted.streams if type(optimizer).__module__.startswith("torch.optim.") else []
+        self._groups = groups if len(groups) > 1 else [list(range(len(self.forward.sites)))]
+        self._gradients: Gradients = []
         self._observers: list[Callable[[Released], None]] = []
         self._own: Batch = ((), ())
         self._current: Batch | None = None
@@ -201,9 +203,27 @@ class PrivacyEngine:
                 warnings.warn(sentence, stacklevel=2)
 
     # --- training -----------------------------------------------------------------------------------------------------
-    def batches(self, steps: int | None = None) -> Iterator[Batch]:
-        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
+    def batches(self, steps: int | None = None) -> Batches:
+        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them; `len` counts them."""
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
+        if self.steps_taken >= self.planned_steps > 0:
+            warnings.warn(
+                f"all {self.planned_steps} planned steps are taken: there is no batch left. For a loop over epochs take "
+                "engine.epochs(); for more steps plan them, by epochs or steps.",
+                stacklevel=2,
+            )
+        return Batches(self._until(end), lambda: max(0, end - self.steps_taken))
+
+    def epochs(self) -> Epochs:
+        """The rest of the run by epochs: `for epoch in engine.epochs(): for x, y in epoch: engine.step(x, y)`."""
+        return Epochs(self.batches, self.steps_per_epoch, lambda: (self.steps_taken, self.planned_steps))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """After so many steps a record has been seen once on average."""
+        return accounting.steps_of(1.0, self.sample_rate)
+
+    def _until(self, end: int) -> Iterator[Batch]:
         while self.steps_taken < end:
             self._watch.check()
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
@@ -230,13 +250,15 @@ class PrivacyEngine:
             values = self.ranks.sum(self.fitted.privatise(total, self._noise.draw().to(self.forward.device)))
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
-            self.fitted.gradients(values, public, self._gradients)
-        self._assign()
         if self._sets_rate:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.choice.rate_at(number, self.planned_steps)
+            for settings in self.optimizer.param_groups:
+                settings["lr"] = self.choice.rate_at(number, self.planned_steps)
         with self._watch.own_step():
-            self.optimizer.step()
+            for group in self._groups:
+                with self._computing():
+                    self.fitted.gradients(values, public, self._buffers(group))
+                self._assign(group)
+                self.optimizer.step()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -286,13 +308,25 @@ class PrivacyEngine:
         self._current = None
         return self._own
 
-    def _assign(self) -> None:
+    def _buffers(self, group: list[int]) -> Gradients:
+        """For the gradients of these sites: where there are several groups, each has buffers for its own turn only."""
+        if len(self._groups) > 1 or not self._gradients:
+            self._gradients = [
+                {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
+                for i, site in enumerate(self.forward.sites)
+            ]
+        return self._gradients
+
+    def _assign(self, group: list[int]) -> None:
         """Hand the gradients to the optimizer. Whatever else stood there did not come from this step."""
-        for site, buffers in zip(self.forward.sites, self._gradients, strict=True):
+        found: dict[nn.Parameter, Tensor] = {}
+        for i in group:
+            site, buffers = self.forward.sites[i], self._gradients[i]
             site.rule.leave_untrained(buffers)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = self._gradient_of.get(parameter)
+            found |= {parameter: buffers[name] for name, parameter in site.parameters.items()}
+        for parameters in self.optimizer.param_groups:
+            for parameter in parameters["params"]:
+                parameter.grad = found.get(parameter)
 
     @cached_property
     def notes(self) -> list[str]:
@@ -348,7 +382,18 @@ class PrivacyEngine:
             reasons=self._reasons,
             public_size=self.plan.public_size,
             schema=str(self.records.schema),
+            evaluation_epsilon=self.ledger.evaluation_epsilon,
         )
+
+    def private_accuracy(self, dataset: Dataset[Any], *, epsilon: float) -> float:
+        """The model's accuracy on private held-out records, 0 to 1, with noise. It costs `epsilon`, which `privacy_spent` includes.
+
+        The number of right answers gets discrete Laplace noise; the number of held-out records is taken as public. Of several
+        ranks, call it on rank 0 alone.
+        """
+        held_out = HeldOut(self.model, dataset)
+        self.ledger.charge_evaluation(epsilon)
+        return held_out.noisy_accuracy(epsilon)
 
     def parameters_changed(self, *, public: bool) -> None:
         """Say that parameters were changed between two steps. `public`: the new values are public, or were released by this run."""

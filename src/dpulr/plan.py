@@ -53,7 +53,7 @@ class Request:
             validate.at_least("noise_multiplier", self.noise_multiplier, 0)
         if self.target_epsilon is not None and self.noise_multiplier == 0:
             raise InvalidArgument("noise_multiplier is 0: without noise no target_epsilon can be met.")
-        validate.delta(self.target_delta, "target_delta")
+        validate.delta_or_zero(self.target_delta, "target_delta")
 
     def _check_batches(self) -> None:
         if self.batch_size is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from dpulr import validate
+from dpulr.data.views import ArrayDataset
 from dpulr.errors import DataError
 from dpulr.read_ahead import Workers
 from dpulr.read_items import Items
@@ -50,6 +51,7 @@ class Records:
         if self.size == 0 and not may_be_empty:
             raise DataError(f"the data set ({type(dataset).__name__}) is empty.")
         base, self._subsets = _behind_subsets(dataset)
+        self.reason_for_none: str | None = base.reason_for_none if isinstance(base, ArrayDataset) else None
         self._store: Rows | Items = Rows.of(base) or Table.of(base) or Items(base)
         given = None if schema is None else Schema.given(schema)
         self.schema = self._schema_of_first() if given is None else given
@@ -115,7 +117,7 @@ class Records:
 
     def _schema_of_first(self) -> Schema:
         if isinstance(self._store, Rows):
-            return self._store.schema
+            return self._store.schema_of_records
         name = type(self.dataset).__name__
         try:
             record = self.fetch(0)

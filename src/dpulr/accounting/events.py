@@ -57,12 +57,17 @@ class Release:
     certified: ClassVar[bool] = True  # whether `pair` is proved to dominate the release
     gap: ClassVar[str] = "this mechanism has no proved bound"  # why not, where it is not
     secrets: ClassVar[str] = "noise and batches"  # what must stay secret, in words
-    numbers: int = 0  # how many numbers a step hands out, rounded; 0 stands for the ideal release of real numbers
+    numbers: int = 0  # how many numbers a step hands out, rounded; 0: what is priced is what is computed, or an ideal
 
     @property
     def mechanism(self) -> str:
         """The name that a privacy statement gives."""
         return self.kind
+
+    @property
+    def pure_epsilon(self) -> float | None:
+        """Epsilon at delta 0 of one step on a whole data set, where there is one."""
+        return None
 
     @property
     def reasons(self) -> tuple[str, ...]:

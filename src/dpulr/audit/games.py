@@ -239,6 +239,7 @@ class BatchGame(Game):
                 )
             self.engines.append(engine)
         without, having = self.engines
+        without.parameters_changed(public=True)  # the other's set-up has tried other weights on the same model
         self.mechanism = without.mechanism.name
         self.claim = engine_claim(having, steps)
 

@@ -19,7 +19,6 @@ app = typer.Typer(
     name="dpulr",
     help="Train PyTorch models with differential privacy, by forward passes alone.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

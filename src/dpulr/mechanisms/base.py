@@ -24,7 +24,7 @@ from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
 from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
 from dpulr.plan import Plan, Request, certified_plan
-from dpulr.randomness import Directions
+from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
 
 if TYPE_CHECKING:
     from dpulr.mechanisms.scales import Scales
@@ -71,6 +71,8 @@ class Mechanism(ABC):
     space: Space = "auto"
     shares_parameters: ClassVar[bool] = False
     """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
+    calls_again: ClassVar[bool] = False
+    """Whether a linear layer or convolution may be called several times, and is moved in all of its calls."""
     takes_weights: ClassVar[bool] = False
     """Whether records' weights (`Forward.weighed`) act on their signals."""
 
@@ -78,6 +80,9 @@ class Mechanism(ABC):
     def keeps_sizes(self) -> bool:
         """Whether a record whose loss is multiplied by a number can add more, or less, for that."""
         return True
+
+    uses_sites: ClassVar[bool] = True
+    """Whether layers are moved one by one. If not, the model is run and checked as a whole, and no layer has to be known."""
 
     @abstractmethod
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> Release:
@@ -121,6 +126,15 @@ class FittedMechanism(ABC, Generic[Public]):
     """Standard deviation of the noise on every number of the release; NaN where it differs between them."""
     shares: int = 1
     """Processes that each add a share of the noise to a sum of their own. The release is then the sum of what they privatise."""
+
+    @property
+    def streams(self) -> list[list[int]]:
+        """Groups of sites whose gradients can be made one group after the other; one group, where that saves nothing."""
+        return []
+
+    def noise(self, source: RandomSource) -> GaussianNoise | LaplaceNoise:
+        """Where `privatise` gets its noise from."""
+        return source.noise(self.size)
 
     @property
     def part_sizes(self) -> list[int]:

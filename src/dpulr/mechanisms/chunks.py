@@ -24,8 +24,8 @@ class Chunks:
 
     def __init__(self, forward: Forward, sites: Sequence[Site], size: int, memory_limit: int | None) -> None:
         self._forward, self._itemsize = forward, forward.dtype.itemsize
-        self.row_bytes = [self._row_bytes(site, replay) for site, replay in zip(sites, forward.replay_bytes, strict=True)]
-        self._record_bytes = forward.bytes_per_record + 2 * max(self.row_bytes)
+        self.row_bytes = [self._row_bytes(site, replay) for site, replay in zip(sites, forward.replay_bytes, strict=False)]
+        self._record_bytes = forward.bytes_per_record + 2 * max(self.row_bytes, default=0)
         fixed = (16 + 2 * self._itemsize) * size
         if memory_limit is not None and memory_limit < fixed + self._record_bytes:
             raise InvalidArgument(

@@ -27,7 +27,9 @@ from dpulr.mechanisms.scales import Scale, Scales, check_quantile, check_scale, 
 from dpulr.mechanisms.soft_bits import joint_gains, reaches
 from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
+from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Shift
+from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -67,6 +69,7 @@ class HiddenDirection(Mechanism):
     exact: Literal["none", "auto"] | tuple[str, ...] = "none"
     quantile: float = 0.95
     name: ClassVar[str] = "hidden-direction"
+    calls_again: ClassVar[bool] = True
     takes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -158,7 +161,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         std = plan.noise_multiplier
         sites, votes = self.layout.sites, self.layout.votes
         super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, sites=sites, votes=votes)
-        self.backward_to = self.layout.backward_to
+        self.backward_to = [i for place in self.layout.backward_to for i in forward.uses[place]]
         refusal = backward_refusal(forward, self.backward_to) if self.backward_to else None
         if refusal is not None:
             raise ModelRefused(f"exact={settings.exact_names}: {refusal}. Leave it out of exact, or say exact='auto'.")
@@ -212,14 +215,16 @@ class FittedHiddenDirection(SitewiseMechanism):
         if self.backward_to:
             exact = self._exact_part(clean)
             factors = self._exact_factors(torch.linalg.vector_norm(exact.norms, dim=0), clean, below)
-            exact.add(factors.expand_as(exact.norms), [parts[i] for i in self.backward_to], precise=self.precise)
+            own = [parts[i] for i in self.layout.backward_to]
+            exact.add(factors.expand_as(exact.norms), own, precise=self.precise)
             return
         index = len(self.sites) - 1
-        site, call, signal = self.sites[index], clean.calls[index], self.slopes(clean, index, public[index])
+        site, call, signal = self.sites[index], clean.calls[self.forward.uses[index][0]], self.slopes(clean, index, public[index])
         site.add(call, signal, self._exact_factors(site.norms(call, signal), clean, below), parts[index], precise=self.precise)
 
     def _exact_part(self, clean: Clean) -> ExactPart:
-        return ExactPart([self.sites[i] for i in self.backward_to], [[i] for i in self.backward_to], clean)
+        places = self.layout.backward_to
+        return ExactPart([self.sites[i] for i in places], [self.forward.uses[i] for i in places], clean)
 
     def _exact_factors(self, norms: Tensor, clean: Clean, below: Tensor) -> Tensor:
         """What exact gradients of these norms are multiplied by: clipped to the bound, or at their scale, which becomes it."""
@@ -231,7 +236,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         return self.forward.weighed(bound / torch.maximum(norms, self.scales.values[-1]), clean.targets)
 
     def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor], below: Tensor) -> None:
-        gains, groups = self._gains(clean), self.layout.hidden_groups
+        calls = self.forward.calls(clean)
+        gains, groups = self._gains(calls), self.layout.hidden_groups
         reach = None if self.scales is None else reaches(self.sites, groups, gains)
         factors = (self._bounds / (gains if reach is None else joint_gains(self.sites, groups, reach))).nan_to_num_(0, 0, 0)
         scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
@@ -239,11 +245,11 @@ class FittedHiddenDirection(SitewiseMechanism):
         estimates = self.estimates(clean, public, directions, reach, below)
         for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
-                self.sites[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
+                self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
-    def _gains(self, clean: Clean) -> Tensor:
+    def _gains(self, calls: Sequence[Call]) -> Tensor:
         """(hidden sites, records)."""
-        return torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
+        return torch.stack([self.sites[i].gains(calls[i]) for i in self.hidden])
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
@@ -264,7 +270,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         Where scales adapt, it is written to `below` (groups, records) whether a record's first difference was below them.
         """
         if self.scales is not None and reach is None:
-            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(clean))
+            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean)))
         for groups, parts in self._passes(clean.records):
             units = None if reach is None else self._units(reach, groups)
             sums: list[Tensor] = []
@@ -310,12 +316,22 @@ class FittedHiddenDirection(SitewiseMechanism):
             self.sites[i].perturbation(share, length * self.sites[i].scale, public[i])
             for i, share in zip(group, self._shares(group, z), strict=True)
         ]
-        first, call = self.sites[group[0]], clean.calls[group[0]]
+        first, *rest = [shift for i, delta in zip(group, deltas, strict=True) for shift in self._shifts(clean, i, delta)]
+        call = clean.calls[first.site_index]
         if self.settings.antithetic:
-            moved, rest = first.moved_both_ways(call, deltas[0]), [torch.cat([delta, -delta]) for delta in deltas[1:]]
+            moved = first.site.moved_both_ways(call, first.delta)
+            rest = [Shift(i, site, torch.cat([delta, -delta])) for i, site, delta in rest]
         else:
-            moved, rest = first.moved(call, deltas[0]), deltas[1:]
-        return Move(group[0], moved, [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], rest, strict=True)])
+            moved = first.site.moved(call, first.delta)
+        return Move(first.site_index, moved, rest)
+
+    def _shifts(self, clean: Clean, place: int, delta: Tensor) -> list[Shift]:
+        """A site's move, call by call."""
+        site, uses = self.sites[place], self.forward.uses[place]
+        if not isinstance(site, RepeatedSite):
+            return [Shift(uses[0], site, delta)]
+        shares = site.joint([clean.calls[i] for i in uses]).shares.to(delta)
+        return [Shift(i, one, share.unsqueeze(1) * delta) for i, one, share in zip(uses, site.members, shares, strict=True)]
 
     def _shares(self, group: Sequence[int], signal: Tensor) -> tuple[Tensor, ...]:
         """What each site of a group has of a vector."""
@@ -352,7 +368,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         found = []
         for clean in trial(self.forward, self.backward_to):
             lengths = list[Tensor]()
-            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(clean)) if self.hidden else ()
+            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean))) if self.hidden else ()
             for g, longest in enumerate(reach):
                 z = [directions.sphere(1, clean.records, self.layout.dims[g])]
                 lengths.append(self.difference(clean, range(g, g + 1), z, public)[0, 0].abs() * longest / self.settings.span)
@@ -366,12 +382,12 @@ class FittedHiddenDirection(SitewiseMechanism):
             joint: Tensor = torch.linalg.vector_norm(self._exact_part(clean).norms, dim=0)
             return joint
         index = len(self.sites) - 1
-        return self.sites[index].norms(clean.calls[index], self.slopes(clean, index, public[index]))
+        return self.sites[index].norms(clean.calls[self.forward.uses[index][0]], self.slopes(clean, index, public[index]))
 
     # --- the exact last layer -----------------------------------------------------------------------------------------
     def slopes(self, clean: Clean, index: int, basis: Tensor | None) -> Tensor:
         """(records, dim): slopes of the loss along the coordinates of the last layer's output, by central differences."""
-        site, call = self.sites[index], clean.calls[index]
+        site, call = self.sites[index], clean.calls[self.forward.uses[index][0]]
         axes = torch.eye(site.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
         slopes, start = [], 0
         for count in self.chunks.repeats(2 * self.chunks.row_bytes[index], clean.records, site.dim):
@@ -388,10 +404,10 @@ class FittedHiddenDirection(SitewiseMechanism):
         with torch.inference_mode():
             clean = passes.clean(*self.forward.probe)
             zeros = [torch.zeros(1, clean.records, self.sites[i].full_dim, device=self.device, dtype=self.dtype) for i in group]
-            moved = self.sites[group[0]].moved(clean.calls[group[0]], zeros[0])
-            rest = [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], zeros[1:], strict=True)]
+            first, *rest = [shift for i, delta in zip(group, zeros, strict=True) for shift in self._shifts(clean, i, delta)]
+            moved = first.site.moved(clean.calls[first.site_index], first.delta)
             try:
-                passes.losses(clean, [Move(group[0], moved, rest)])
+                passes.losses(clean, [Move(first.site_index, moved, rest)])
             except RuntimeError as error:
                 label = self.layout.label(group)
                 raise ModelRefused(f"{label} can't be one group: {error} Use other groups, or groups=None.") from error

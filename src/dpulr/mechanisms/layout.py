@@ -15,6 +15,7 @@ from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.layer_budget import LayerCost, balanced
 from dpulr.mechanisms.scales import noise_of_votes
+from dpulr.model.shared_sites import SharedSite
 from dpulr.model.sites import OutputSite, Site, make_site
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class Layout:
 
 def _whole(site: Site) -> Site:
     """The same site for an exact gradient: at the layer's output wherever its rule knows that, and all of it."""
+    if isinstance(site, SharedSite):
+        return SharedSite(site.members)
     whole = make_site(site.layer, site.output_shape, "known-output")
     whole.rule.scratch = site.rule.scratch
     return whole

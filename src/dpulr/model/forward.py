@@ -18,8 +18,10 @@ from torch.utils import _pytree as pytree
 
 from dpulr.model.batches import copied, count, row
 from dpulr.model.equal_rows import EqualRows
+from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Site
 from dpulr.model.weights import RecordWeights, WeightFunction
 from dpulr.model.whole_passes import RecordwisePasses
@@ -120,9 +122,16 @@ class Forward:
             found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
         return {p: torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)}
 
+    def calls(self, clean: Clean) -> list[Call]:
+        """The call of each site; all calls of a layer that is called again, as one."""
+        return [
+            site.joint([clean.calls[i] for i in members]) if isinstance(site, RepeatedSite) else clean.calls[members[0]]
+            for site, members in zip(self.sites, self.uses, strict=True)
+        ]
+
     def losses(self, clean: Clean, index: int, moved: Tensor) -> Tensor:
         """(repeats, records) losses when the output of one site is `moved` (repeats, records, *out)."""
-        return self.all_losses(clean, [Move(index, moved)])[0]
+        return self.all_losses(clean, [Move(self.uses[index][0], moved)])[0]
 
     def all_losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
         """(moves, repeats, records) losses, one move at a time; all have as many repeats. Non-finite ones stay so."""
@@ -177,8 +186,9 @@ class Forward:
 
     def check_alive(self, indices: Sequence[int]) -> None:
         """A black box that is down raises on synthetic inputs, too. That says nothing about a record, so that error may be seen."""
-        clean = self.passes.clean(*self.probe)
-        self.passes.losses(clean, [Move(index, clean.calls[index].output.unsqueeze(0)) for index in indices])
+        clean = self.passes.clean(*row(self.probe, 0))
+        if indices:
+            self.passes.losses(clean, [Move(index, clean.calls[index].output.unsqueeze(0)) for index in indices])
 
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, site by site."""

@@ -30,7 +30,7 @@ Marks = tuple[tuple[bool, ...], ...]
 
 
 class Shift(NamedTuple):
-    """A site that adds `delta` (repeats, records, dim) to whatever it puts out in a pass."""
+    """A layer, as a site, that adds `delta` (repeats, records, dim) to what it puts out in a pass."""
 
     site_index: int
     site: Site
@@ -120,11 +120,15 @@ class Passes(ABC):
     def shifted(self, shifts: Sequence[Shift], seen: dict[int, Tensor] | None = None) -> Iterator[None]:
         """While it lasts, these sites add their perturbation to whatever they put out. What goes in is kept in `seen`."""
         waiting = {shift.site_index for shift in shifts}
+        calls = Counter[int]()
         busy: set[int] = set()
 
         def hook(shift: Shift) -> Any:
             def move(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
                 if shift.site_index in busy:  # a layer in weight space is run again, with other weights
+                    return output
+                calls[shift.site_index] += 1
+                if calls[shift.site_index] != self.layers[shift.site_index].turn + 1 and self.turns[module] > 1:
                     return output
                 waiting.discard(shift.site_index)
                 busy.add(shift.site_index)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.data import Subset
 
 from dpulr import data, features, mechanisms, models
+from dpulr.data.table_schema import TableSchema
+from dpulr.data.tables import KINDS, read_table
 from dpulr.errors import RunError, UsageError
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
@@ -24,12 +26,15 @@ from dpulr.scores import Scores, score
 from dpulr.user_code import named, user_module
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": models.mlp, "resnet5": models.resnet5}
+_TABLE_MODELS: dict[str, tuple[int, ...]] = {"auto": (), "mlp": (64, 32)}  # their hidden layers
 _MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
 
 
 def load_data(settings: Settings) -> tuple[Any, Any]:
     """Training and test set; with a holdout, both from the training set."""
-    if settings.features is not None:
+    if is_table(settings):
+        train, test = _tables(settings)
+    elif settings.features is not None:
         train, test = _features(settings.dataset, settings.features)
     elif ":" not in settings.dataset:
         train, test = data.load(settings.dataset)
@@ -40,10 +45,33 @@ def load_data(settings: Settings) -> tuple[Any, Any]:
         train, test = pair
     if not settings.holdout:
         return train, test
+    if settings.test is not None:
+        raise UsageError("give --holdout or --test, not both.")
     border = len(train) - settings.holdout
     if border < 1:
         raise UsageError(f"holdout is {settings.holdout}, but there are only {len(train)} training records.")
     return Subset(train, range(border)), Subset(train, range(border, len(train)))
+
+
+def is_table(settings: Settings) -> bool:
+    return settings.dataset.partition(":")[0] in KINDS and ":" in settings.dataset
+
+
+def table_schema(settings: Settings) -> TableSchema:
+    if settings.schema is None:
+        kind, _, file = settings.dataset.partition(":")
+        raise UsageError(
+            f"{kind}: needs --schema, a file that says what everybody may know of the columns. 'dpulr data schema {file}' "
+            "drafts one."
+        )
+    return TableSchema.read(settings.schema, settings.label)
+
+
+def _tables(settings: Settings) -> tuple[Any, Any]:
+    kind, _, file = settings.dataset.partition(":")
+    schema = table_schema(settings)
+    test = None if settings.test is None else read_table(settings.test, schema)
+    return read_table(file, schema, kind=kind), test
 
 
 @lru_cache(maxsize=1)
@@ -57,6 +85,10 @@ def _features(dataset: str, extractor: str) -> tuple[Any, Any]:
 def make_model(settings: Settings) -> nn.Module:
     """The model with its initial weights. A user's function gets `seed` if it has such a parameter."""
     name = settings.model
+    if is_table(settings) and name in _TABLE_MODELS:
+        schema = table_schema(settings)
+        sizes = [len(schema.features), *_TABLE_MODELS[name], len(schema.target.categories) or 1]
+        return models.mlp(sizes, seed=settings.seed)
     if name == "auto" and settings.features is not None:
         return features.head(_features(settings.dataset, settings.features)[0])
     if name == "auto":
@@ -96,16 +128,21 @@ def make_mechanism(settings: Settings) -> Mechanism:
 
 def _call(path: str, offered: Mapping[str, Any]) -> Any:
     """Call package.module:function with those of the offered arguments that it takes."""
-    module_name, _, function_name = path.partition(":")
-    module = user_module(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
+    function = users_function(path)
     try:
         taken = inspect.signature(function).parameters
         return function(**{name: value for name, value in offered.items() if name in taken})
     except Exception as problem:
         raise UsageError(f"{path} failed: {named(problem)}") from problem
+
+
+def users_function(path: str) -> Callable[..., Any]:
+    """package.module:function."""
+    module_name, _, function_name = path.partition(":")
+    function = getattr(user_module(module_name), function_name, None)
+    if not callable(function):
+        raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
+    return cast(Callable[..., Any], function)
 
 
 # --- a run's model ------------------------------------------------------------------------------------------------------

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dpulr import __version__, accounting
-from dpulr.accounting.disk_ledger import DiskLedger
+from dpulr.accounting.disk_ledger import DiskLedger, now
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import RunError
 from dpulr.files import read_json
 from dpulr.runs.settings import Settings
-from dpulr.scores import Scores
 
 
 def overview(settings: Settings, engine: PrivacyEngine, ledger: DiskLedger, folder: Path) -> dict[str, Any]:
@@ -37,17 +37,18 @@ def overview(settings: Settings, engine: PrivacyEngine, ledger: DiskLedger, fold
 
 
 def result(
-    settings: Settings, engine: PrivacyEngine, ledger: DiskLedger, scores: Scores, *, done: bool, applied: int
+    settings: Settings, engine: PrivacyEngine, ledger: DiskLedger, figures: Mapping[str, Any], *, done: bool, applied: int
 ) -> dict[str, Any]:
     """The content of result.json, without the time."""
     spent = engine.privacy_spent()
+    planned = accounting.planned_epsilon(ledger.charges, engine.plan.event, engine.planned_steps, spent.delta)
     return {
         "run": ledger.start.run,
         "status": "done" if done else "interrupted",
         "mechanism": settings.mechanism,
         "guarantee": spent.guarantee,
         "epsilon": spent.epsilon if spent.guarantee == "certified" else None,
-        "planned_epsilon": accounting.planned_epsilon(ledger.charges, engine.plan.event, engine.planned_steps, spent.delta),
+        "planned_epsilon": None if planned is None else planned + max(settings.evaluation_epsilon or 0.0, spent.evaluation_epsilon),
         "nominal_epsilon": spent.nominal_epsilon,
         "delta": spent.delta,
         "target_epsilon": ledger.budget,
@@ -61,7 +62,9 @@ def result(
         "sample_rate": engine.sample_rate,
         "batch_size": engine.expected_batch_size,
         "noise_multiplier": engine.noise_multiplier,
-        **scores.figures(),
+        "evaluation_epsilon": spent.evaluation_epsilon,
+        "finished": now(),
+        **figures,
         "forward_passes": forward_passes(engine),
         "ranks": engine.ranks.size,
         "bytes_per_step": engine.ranks.bytes_sent(engine.fitted.size),

@@ -7,12 +7,11 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from dpulr import accounting
 from dpulr.accounting.disk_ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
@@ -20,17 +19,17 @@ from dpulr.accounting.events import Charge
 from dpulr.distributed.launch import restarted
 from dpulr.distributed.ranks import join
 from dpulr.engine import PrivacyEngine
-from dpulr.errors import DataError, Interrupted, InvalidArgument, PrivacyRefusal, RunError, UsageError
+from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
 from dpulr.files import append_line, replace_file, replace_json, sync_folder
 from dpulr.model.batches import call_model
 from dpulr.runs import checkpoint
 from dpulr.runs import result as results
+from dpulr.runs.evaluation import Evaluation, make_evaluation, make_loss
 from dpulr.runs.folder import CONFIG, METRICS, RESULT, UNPROTECTED, locked, open_config
 from dpulr.runs.loading import load_data, make_model
 from dpulr.runs.process import Clock, Stop, seconds_before
 from dpulr.runs.settings import Settings
 from dpulr.runs.training import Training
-from dpulr.scores import Scores, score
 
 _CHECKPOINT_SECONDS = 60.0
 
@@ -61,7 +60,8 @@ def start(
                 f"this run would have no guarantee ({_why_none(training.engine)}). "
                 "If that is what you want, add --allow-uncertified."
             )
-        training.engine.ranks.shared(lambda: _check_evaluation(training, test))
+        evaluation = make_evaluation(settings, test)
+        training.engine.ranks.shared(lambda: evaluation.check(training.model))
         view.note(f"writing to {folder}")
         training.engine.use_ledger(lambda: _create(folder, training.settings, training.engine, held))
         clock.end("setup")
@@ -153,7 +153,7 @@ def _restore(folder: Path, training: Training, ledger: DiskLedger | None = None)
 
 
 def _go_on(folder: Path, training: Training, test: Any, ledger: DiskLedger) -> None:
-    _check_evaluation(training, test)
+    make_evaluation(training.settings, test).check(training.model)
     _forget_result(folder)
     ledger.record_resume(budget=training.settings.target_epsilon, planned_steps=training.engine.planned_steps)
 
@@ -164,8 +164,8 @@ def _trained(
     """The steps that are left. Rank 0 writes and shows; the others take their part of each step, and end with it."""
     ledger, engine = training.engine.ledger, training.engine
     if isinstance(ledger, DiskLedger):
-        run = _Run(folder=folder, training=training, test=test, ledger=ledger, view=view, clock=clock, stop=stop, applied=applied)
-        run.show_unprotected = show_unprotected
+        evaluation = make_evaluation(training.settings, test, ledger)
+        run = _Run(folder, training, evaluation, ledger, view, clock, stop, show_unprotected=show_unprotected, applied=applied)
         return run.train()
     stop.at_once = False
     for _ in training.steps():
@@ -183,15 +183,6 @@ def _resumed(settings: Settings, ledger: DiskLedger, target_epsilon: float | Non
         target_epsilon=ledger.budget if target_epsilon is None else target_epsilon,
         steps=ledger.planned_steps if steps is None else steps,
     )
-
-
-def _check_evaluation(training: Training, test: Any) -> None:
-    """A test part that can't be evaluated must fail before the first charge, not after it."""
-    try:
-        score(training.model, test)
-    except Exception as problem:
-        text = str(problem) if isinstance(problem, DataError | InvalidArgument) else f"{type(problem).__name__}: {problem}"
-        raise UsageError(f"the test part can't be evaluated, and nothing was charged: {text}") from problem
 
 
 def _why_none(engine: PrivacyEngine) -> str:
@@ -233,26 +224,27 @@ def _forget_result(folder: Path) -> None:
     sync_folder(folder)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Run:
     """One process's part of a run: its steps, evaluations and checkpoints, and the result at its end."""
 
     folder: Path
     training: Training
-    test: Any
+    evaluation: Evaluation
     ledger: DiskLedger
     view: View
     clock: Clock
     stop: Stop
+    _: KW_ONLY
     show_unprotected: bool = False
     applied: int = 0  # updates that the weights have kept, those of earlier processes included
     _saved_at: int = field(default=-1, init=False)
-    _scores: Scores | None = field(default=None, init=False)
+    _figures: dict[str, Any] = field(default_factory=dict, init=False)
 
     def train(self) -> dict[str, Any]:
         settings, engine = self.training.settings, self.training.engine
         planned, first = engine.planned_steps, engine.steps_taken
-        every = max(1, planned // settings.evaluations)
+        every = max(1, planned // settings.evaluations) if settings.evaluations else planned
         self.view.begin(results.overview(settings, engine, self.ledger, self.folder))
         self.stop.at_once = False
         for inputs, targets in self.training.steps():
@@ -268,7 +260,7 @@ class _Run:
                 self._checkpoint()
             if engine.ranks.any(self.stop.requested):
                 break
-        if self._scores is None or self._saved_at != engine.steps_taken:
+        if self._saved_at != engine.steps_taken:
             self._evaluate()
             if engine.steps_taken > first:
                 self._checkpoint()
@@ -276,12 +268,13 @@ class _Run:
 
     def _evaluate(self) -> None:
         engine = self.training.engine
-        self._scores = score(self.training.model, self.test)
+        figures = self.evaluation.figures(self.training.model)
+        self._figures = figures or self._figures
         spent = engine.privacy_spent()
         self.clock.end("evaluation")
         values = {
             "step": engine.steps_taken,
-            **self._scores.figures(),
+            **figures,
             "epsilon": spent.epsilon,
             "learning_rate": self.training.learning_rate(),
             "process": self.ledger.resumes,
@@ -308,17 +301,18 @@ class _Run:
     def _unprotected(self, inputs: Any, targets: Any) -> None:
         """Not covered by the guarantee: kept apart from everything else, and marked."""
         with torch.no_grad():
-            loss = cross_entropy(call_model(self.training.model, inputs), targets).item() if len(targets) else None
+            losses = make_loss(self.training.settings)(call_model(self.training.model, inputs), targets)
+            loss = losses.mean().item() if len(losses) else None
         values = {"unprotected": True, "step": self.ledger.steps, "batch_size": len(targets), "training_loss": loss}
         append_line(self.folder / UNPROTECTED, values)
         self.view.unprotected(values)
         self.clock.end("unprotected")
 
     def _finish(self) -> dict[str, Any]:
-        assert self._scores is not None
         settings, engine = self.training.settings, self.training.engine
         done = engine.steps_taken >= engine.planned_steps
-        result = results.result(settings, engine, self.ledger, self._scores, done=done, applied=self.applied)
+        result = results.result(settings, engine, self.ledger, self._figures, done=done, applied=self.applied)
+        result.update(self.evaluation.details(self.training.model))
         earlier = seconds_before(self.folder / METRICS, self.ledger.resumes)
         result["seconds"] = round(earlier + self.clock.total(), 2)
         result["unprotected_shown"] = (self.folder / UNPROTECTED).exists()

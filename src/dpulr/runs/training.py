@@ -17,9 +17,10 @@ from dpulr.accounting.events import Release
 from dpulr.auto import Choice, Task, choose, scheduled
 from dpulr.chosen import seconds_per_step
 from dpulr.engine import PrivacyEngine
+from dpulr.errors import UsageError
+from dpulr.runs.evaluation import make_evaluation, make_loss, make_optimizer
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.settings import Settings
-from dpulr.scores import score
 
 MOST_EPOCHS = 100.0
 Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
@@ -36,20 +37,20 @@ class Training:
     def __init__(
         self, settings: Settings, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False
     ) -> None:
-        self.model = model
+        self.model = model.to(_device(settings))
         if settings.seconds is not None and settings.steps is None and not open_end:
             settings = _within_seconds(settings, train, model)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=settings.momentum)  # the rate is set in each step
+        self.optimizer = make_optimizer(settings, model)  # the rate is set in each step
         self.engine = PrivacyEngine(
             model,
             self.optimizer,
             train,
-            nn.CrossEntropyLoss(reduction="none"),
+            make_loss(settings),
             mechanism=make_mechanism(settings),
             batch_size=None if settings.batch_size == "auto" else settings.size,
             epochs=settings.epochs if settings.steps is None and not open_end else None,
             steps=None if open_end else settings.steps,
-            target_epsilon=settings.target_epsilon,
+            target_epsilon=_share_of_training(settings),
             target_delta=settings.target_delta,
             noise_multiplier=settings.noise_multiplier,
             sampling=settings.sampling,  # type: ignore[arg-type]
@@ -112,13 +113,29 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         "steps": engine.steps_taken,
         "sample_rate": engine.sample_rate,
         "noise_multiplier": engine.noise_multiplier,
-        **score(model, test).figures(),
+        **make_evaluation(settings, test, engine.ledger).figures(model),
         "setup_seconds": round(ready - started, 2),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(processor, 2),
         "version": __version__,
         "torch": torch.__version__,
     }
+
+
+def _share_of_training(settings: Settings) -> float | None:
+    """What noisy evaluations leave of the budget. Their epsilon is pure, so the two add up (docs/theory.md)."""
+    if settings.target_epsilon is None or settings.evaluation_epsilon is None:
+        return settings.target_epsilon
+    return settings.target_epsilon - settings.evaluation_epsilon
+
+
+def _device(settings: Settings) -> torch.device:
+    try:
+        device = torch.device(settings.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        raise UsageError(f"device is {settings.device!r}, which torch can't use here: {str(problem).splitlines()[0]}") from problem
+    return device
 
 
 @dataclass(frozen=True)
