@@ -113,7 +113,9 @@ def choose(task: Task, *, batch_size: int | None = None, repeats: int | None = N
     batch = batch_size or batch_size_for(task, why)
     rate = min(1.0, batch / task.records)
     steps = task.steps or steps_of(task.epochs or EPOCHS, rate)
-    noise = likely_noise(task.epsilon, task.delta or 1e-5, rate, steps) if task.epsilon is not None else task.noise_multiplier or 0.0
+    noise = (
+        likely_noise(task.epsilon, task.delta or 1e-5, rate, steps) if task.epsilon is not None else task.noise_multiplier or 0.0
+    )
     count = repeats or _repeats(task, noise, why)
     learning_rate = _learning_rate(task, noise, steps, batch, count, why)
     why["momentum"] = "a mean over about ten steps, over which noise averages out and the gradient does not."

@@ -12,6 +12,7 @@ from torch import nn
 from dpulr import auto
 from dpulr.mechanisms import Mechanism
 from dpulr.model.batches import synthetic
+from dpulr.model.forward import Forward
 from dpulr.model.layers.base import numel
 from dpulr.model.sites import Site
 from dpulr.randomness import RandomSource
@@ -25,7 +26,7 @@ _ADAPTIVE = (torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.o
 
 def task_of(
     mechanism: Mechanism,
-    sites: Sequence[Site],
+    forward: Forward,
     optimizer: torch.optim.Optimizer,
     *,
     records: int,
@@ -44,7 +45,7 @@ def task_of(
     task = auto.Task(
         mechanism.name,
         records,
-        shapes(sites),
+        shapes(forward.sites) or _matrices(forward.model),
         target_epsilon,
         target_delta,
         epochs,
@@ -64,6 +65,13 @@ def shapes(sites: Sequence[Site]) -> tuple[auto.Layer, ...]:
         positions = max(1, numel(site.output_shape) // max(1, rows)) if len(site.output_shape) > 1 else 1
         found.append(auto.Layer(site.fan_in + 1, sum(p.numel() for p in parameters), positions))
     return tuple(found)
+
+
+def _matrices(model: nn.Module) -> tuple[auto.Layer, ...]:
+    """The same where a mechanism has no use for layers."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = tuple(auto.Layer(numel(p.shape[1:]) + 1, p.numel()) for p in trained if p.dim() > 1)
+    return matrices or (auto.Layer(1, max(1, sum(p.numel() for p in trained))),)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -23,12 +23,14 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
 from dpulr.mechanisms.exact_part import ExactPart, exact_notes, settle_exact
 from dpulr.mechanisms.layout import Layout
+from dpulr.mechanisms.person_norms import per_unit
 from dpulr.mechanisms.scales import Scale, Scales, check_quantile, check_scale, trial, typical
 from dpulr.mechanisms.soft_bits import joint_gains, reaches
 from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Shift
+from dpulr.model.people import People
 from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
@@ -55,6 +57,7 @@ class HiddenDirection(Mechanism):
     groups         None perturbs layer by layer; a number makes so many groups of neighbouring layers, each with one joint direction
                    and one pass: the cost of a step then grows with the depth, not with its square
     subspace       directions hide in a public subspace of m dimensions per layer ("auto": 4 per repeat, at least 16); None: in all
+    per_person     the most records of a person that share a direction and a bit; the engine sets it (unit=)
     """
 
     repeats: int | Literal["auto"] = "auto"
@@ -68,13 +71,16 @@ class HiddenDirection(Mechanism):
     groups: int | None = None
     exact: Literal["none", "auto"] | tuple[str, ...] = "none"
     quantile: float = 0.95
+    per_person: int = 1
     name: ClassVar[str] = "hidden-direction"
     calls_again: ClassVar[bool] = True
     takes_weights: ClassVar[bool] = True
+    bounds_people: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.repeats != "auto":
             validate.whole_number("repeats", self.repeats)
+        validate.whole_number("per_person", self.per_person)
         validate.boolean("antithetic", self.antithetic)
         validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
         validate.one_of("space", self.space, get_args(Space))
@@ -126,7 +132,9 @@ class HiddenDirection(Mechanism):
     @property
     def kept_dims(self) -> int | None:
         """Dimensions of the public subspaces."""
-        return max(16, 4 * self.count) if self.subspace == "auto" else self.subspace
+        if self.subspace != "auto":
+            return self.subspace
+        return max(4, -(-max(16, 4 * self.count) // self.per_person))
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> HiddenDirectionRelease:
         return self.layout(sites).release(noise_multiplier)
@@ -138,12 +146,17 @@ class HiddenDirection(Mechanism):
     def settled(self, forward: Forward) -> HiddenDirection:
         return settle_exact(self, forward)
 
+    def for_people(self, most: int) -> HiddenDirection:
+        if most > 1 and self.kappa == "adaptive":
+            raise InvalidArgument("kappa='adaptive' counts records, and a person may have several: use max_per_person=1.")
+        return replace(self, per_person=most)
+
     def notes(self, forward: Forward) -> list[str]:
         return exact_notes(self, forward)
 
     def passes(self, sites: Sequence[Site]) -> int:
         layout = self.layout(sites)
-        exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.dims[layout.exact]
+        exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.sites[-1].dim
         return 1 + (2 if self.antithetic else 1) * self.count * len(layout.hidden_groups) + exact
 
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
@@ -219,8 +232,9 @@ class FittedHiddenDirection(SitewiseMechanism):
             exact.add(factors.expand_as(exact.norms), own, precise=self.precise)
             return
         index = len(self.sites) - 1
-        site, call, signal = self.sites[index], clean.calls[self.forward.uses[index][0]], self.slopes(clean, index, public[index])
-        site.add(call, signal, self._exact_factors(site.norms(call, signal), clean, below), parts[index], precise=self.precise)
+        site, call = self.sites[index], clean.calls[self.forward.uses[index][0]]
+        signal, norms = per_unit(site, call, self.slopes(clean, index, public[index]), clean.people)
+        site.add(call, signal, self._exact_factors(norms, clean, below), parts[index], precise=self.precise)
 
     def _exact_part(self, clean: Clean) -> ExactPart:
         places = self.layout.backward_to
@@ -237,7 +251,7 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor], below: Tensor) -> None:
         calls = self.forward.calls(clean)
-        gains, groups = self._gains(calls), self.layout.hidden_groups
+        gains, groups = self._gains(calls, clean.people), self.layout.hidden_groups
         reach = None if self.scales is None else reaches(self.sites, groups, gains)
         factors = (self._bounds / (gains if reach is None else joint_gains(self.sites, groups, reach))).nan_to_num_(0, 0, 0)
         scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
@@ -247,9 +261,10 @@ class FittedHiddenDirection(SitewiseMechanism):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
                 self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
-    def _gains(self, calls: Sequence[Call]) -> Tensor:
-        """(hidden sites, records)."""
-        return torch.stack([self.sites[i].gains(calls[i]) for i in self.hidden])
+    def _gains(self, calls: Sequence[Call], people: People | None) -> Tensor:
+        """(hidden sites, records); a person's records have one, of all of them together."""
+        gains = torch.stack([self.sites[i].gains(calls[i]) for i in self.hidden])
+        return gains if people is None else people.joint_norms(gains)
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
@@ -267,16 +282,20 @@ class FittedHiddenDirection(SitewiseMechanism):
     ) -> Iterator[Tensor]:
         """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1.
 
-        Where scales adapt, it is written to `below` (groups, records) whether a record's first difference was below them.
+        A person's records have a block each of one z, and one b: together they have norm at most 1. Where scales adapt, it is
+        written to `below` (groups, records) whether a record's first difference was below them.
         """
+        people, drawn = clean.people, clean.records if clean.people is None else clean.people.count
         if self.scales is not None and reach is None:
-            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean)))
+            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean), clean.people))
         for groups, parts in self._passes(clean.records):
             units = None if reach is None else self._units(reach, groups)
             sums: list[Tensor] = []
             for repeats in parts:
-                z = directions.spheres([(repeats, clean.records, self.layout.dims[g]) for g in groups])
-                b = self.bit(self.difference(clean, groups, z, public), units)
+                z = directions.spheres([(repeats, drawn, self.layout.dims[g]) for g in groups])
+                if people is not None:
+                    z = [people.shares(draws) for draws in z]
+                b = self.bits(self.difference(clean, groups, z, public), units, people)
                 if below is not None and self._votes and not sums:
                     below[groups.start : groups.stop] = b[:, 0].abs() < 1
                 b.div_(self.settings.count)
@@ -311,7 +330,7 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def move(self, clean: Clean, group: Sequence[int], z: Tensor, public: Bases) -> Move:
         """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
-        length = self.settings.radius * math.sqrt(z.shape[2])
+        length = self.settings.radius * math.sqrt(z.shape[2] * self.settings.per_person)
         deltas = [
             self.sites[i].perturbation(share, length * self.sites[i].scale, public[i])
             for i, share in zip(group, self._shares(group, z), strict=True)
@@ -338,6 +357,13 @@ class FittedHiddenDirection(SitewiseMechanism):
         if len(group) == 1:
             return (signal,)
         return torch.split(signal, [self.sites[i].dim for i in group], dim=-1)
+
+    def bits(self, difference: Tensor, units: Tensor | None, people: People | None) -> Tensor:
+        """A bit for each record; with people, that of the person's mean loss."""
+        if people is None:
+            return self.bit(difference, units)
+        own = None if units is None else units[..., people.starts]
+        return people.to_rows(self.bit(people.mean(difference.nan_to_num(0, 0, 0)), own))
 
     def bit(self, difference: Tensor, units: Tensor | None) -> Tensor:
         """b in [-1, 1]: a sign, or the difference in these units, clipped. 0 where a loss was not finite."""
@@ -368,9 +394,12 @@ class FittedHiddenDirection(SitewiseMechanism):
         found = []
         for clean in trial(self.forward, self.backward_to):
             lengths = list[Tensor]()
-            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean))) if self.hidden else ()
+            reach = (
+                reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean), None)) if self.hidden else ()
+            )
             for g, longest in enumerate(reach):
-                z = [directions.sphere(1, clean.records, self.layout.dims[g])]
+                whole = directions.sphere(1, clean.records, self.layout.dims[g])
+                z = [whole[..., : self.layout.dims[g] // self.settings.per_person]]  # as of people with one record
                 lengths.append(self.difference(clean, range(g, g + 1), z, public)[0, 0].abs() * longest / self.settings.span)
             if self.layout.exact is not None:
                 lengths.append(self._exact_lengths(clean, public))

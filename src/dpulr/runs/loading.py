@@ -126,6 +126,11 @@ def make_mechanism(settings: Settings) -> Mechanism:
         raise UsageError(str(problem)) from problem
 
 
+def make_unit(settings: Settings) -> str | Callable[[Any], Any] | None:
+    """Who a record belongs to: the name of a column, or a function of a record."""
+    return settings.unit if settings.unit is None or ":" not in settings.unit else users_function(settings.unit)
+
+
 def _call(path: str, offered: Mapping[str, Any]) -> Any:
     """Call package.module:function with those of the offered arguments that it takes."""
     function = users_function(path)

@@ -54,6 +54,7 @@ def result(
         "target_epsilon": ledger.budget,
         "statement": str(spent),
         "public_size": spent.public_size,
+        "unit": spent.unit,
         "schema": spent.schema,
         "steps": ledger.steps,
         "updates_kept": applied,

@@ -117,6 +117,10 @@ class Settings:
     sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.", _word("poisson", "shuffle"))
     rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.", _threshold)
     min_dataset_size: int | None = _option(None, "Public lower bound on the size of the data set, for rejection.", _at_least(1))
+    unit: str | None = _option(
+        None, "Protect people rather than records: the column that names the person, or package.module:function of a record."
+    )
+    max_per_person: int = _option(8, "With --unit: the most records of a person in a step, chosen at random.", _at_least(1))
     seed: int = _option(0, "Public randomness only: initial weights, subspaces.", _at_least(0))
     insecure_noise_seed: int | None = _option(None, "Repeatable noise, for tests: voids the guarantee.", _at_least(0))
     evaluations: int = _option(

@@ -19,7 +19,7 @@ from dpulr.chosen import seconds_per_step
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import UsageError
 from dpulr.runs.evaluation import make_evaluation, make_loss, make_optimizer
-from dpulr.runs.loading import load_data, make_mechanism, make_model
+from dpulr.runs.loading import load_data, make_mechanism, make_model, make_unit
 from dpulr.runs.settings import Settings
 
 MOST_EPOCHS = 100.0
@@ -58,6 +58,8 @@ class Training:
             min_dataset_size=settings.min_dataset_size,
             seed=settings.seed + 1_000_003 * round,
             insecure_noise_seed=settings.insecure_noise_seed,
+            unit=make_unit(settings),
+            max_per_person=settings.max_per_person,
         )
 
         self.settings = _settled(settings, self.engine)
