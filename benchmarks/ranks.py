@@ -35,12 +35,12 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
 }
 JOBS: dict[str, tuple[str, int, Any]] = {
     "mlp, batch 2,000, hidden-direction, K = 8": ("mlp", 2_000, dpulr.HiddenDirection(repeats=8)),
-    "resnet5, batch 500, hidden-direction, K = 1": ("resnet5", 500, dpulr.HiddenDirection()),
+    "resnet5, batch 500, hidden-direction, K = 1": ("resnet5", 500, dpulr.HiddenDirection(repeats=1)),
     "mlp, batch 2,000, gradient": ("mlp", 2_000, dpulr.Gradient()),
     "mlp, batch 2,000, zeroth-order, K = 16": ("mlp", 2_000, dpulr.ZerothOrder(repeats=16)),
 }
 MESSAGES: dict[str, Any] = {
-    "hidden-direction, K = 1": dpulr.HiddenDirection(),
+    "hidden-direction, K = 1": dpulr.HiddenDirection(repeats=1),
     "hidden-direction, K = 8": dpulr.HiddenDirection(repeats=8),
     "gradient": dpulr.Gradient(),
     "zeroth-order, K = 16": dpulr.ZerothOrder(repeats=16),
