@@ -48,7 +48,7 @@ def start(
     settings: Settings, folder: Path, view: View, *, allow_uncertified: bool = False, show_unprotected: bool = False
 ) -> dict[str, Any]:
     """Train in a new folder and return what result.json holds."""
-    join().shared(lambda: _check_new(folder))
+    join().shared(lambda: check_new(folder))
     clock = Clock()
     with Stop() as stop, ExitStack() as held:
         view.note("reading the data")
@@ -63,7 +63,7 @@ def start(
         evaluation = make_evaluation(settings, test)
         training.engine.ranks.shared(lambda: evaluation.check(training.model))
         view.note(f"writing to {folder}")
-        training.engine.use_ledger(lambda: _create(folder, settings, training.engine, held))
+        training.engine.use_ledger(lambda: create_folder(folder, settings, training.engine, held))
         clock.end("setup")
         return _trained(folder, training, test, view, clock, stop, show_unprotected=show_unprotected)
 
@@ -112,7 +112,7 @@ def resume(
         return _trained(folder, training, test, view, clock, stop, applied=applied, show_unprotected=show_unprotected)
 
 
-def _check_new(folder: Path) -> None:
+def check_new(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         more = " It is a run: go on with 'dpulr resume'." if (folder / CONFIG).exists() else ""
         raise UsageError(f"{folder} exists and is not empty.{more}")
@@ -154,7 +154,7 @@ def _restore(folder: Path, training: Training, ledger: DiskLedger | None = None)
 
 def _go_on(folder: Path, training: Training, test: Any, ledger: DiskLedger) -> None:
     make_evaluation(training.settings, test).check(training.model)
-    _forget_result(folder)
+    forget_result(folder)
     ledger.record_resume(budget=training.settings.target_epsilon, planned_steps=training.engine.planned_steps)
 
 
@@ -190,7 +190,7 @@ def _why_none(engine: PrivacyEngine) -> str:
     return "; ".join(spent.reasons)
 
 
-def _create(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitStack) -> DiskLedger:
+def create_folder(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitStack) -> DiskLedger:
     """The folder appears with its config, its ledger and its lock, or not at all."""
     config = settings.to_json()
     begin = Start(
@@ -218,7 +218,7 @@ def _create(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitS
     return DiskLedger.open(folder, begin.config)
 
 
-def _forget_result(folder: Path) -> None:
+def forget_result(folder: Path) -> None:
     """An old result.json would state less than is spent from now on."""
     (folder / RESULT).unlink(missing_ok=True)
     sync_folder(folder)
