@@ -1,7 +1,8 @@
 """Runs the tutorials and writes their pages: text from comments, code, what it printed, and its pictures.
 
-`python docs/build_tutorials.py`; a page whose script has not changed is left alone. A script is split at lines `# %%`, which begin code;
-comments that follow code after an empty line are text. A picture has the variable `picture` as its text for people who don't see it.
+`python docs/build_tutorials.py`; a page whose script has not changed is left alone. A script is split at lines `# %%`, which begin
+code; comments that follow code after an empty line are text. A picture has the variable `picture` as its text for people who don't
+see it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def page(path: Path) -> str:
             exec(compile(content, path.name, "exec"), names)
         found.append(f"```python\n{content}\n```")
         if printed.getvalue():
-            lines = [textwrap.fill(line, 110, subsequent_indent="    ") for line in printed.getvalue().splitlines()]
+            lines = [textwrap.fill(line, 84, subsequent_indent="    ") for line in printed.getvalue().splitlines()]
             found.append("```text\n" + "\n".join(lines) + "\n```")
         if "figure" in names:
             name = f"{path.stem}-{len(found)}.svg"

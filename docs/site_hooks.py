@@ -1,4 +1,4 @@
-"""What `mkdocs build` does beside its own: pages that exist go into the navigation, links out of docs/ become names, formulas render.
+"""What `mkdocs build` does beside its own: new pages go into the navigation, links out of docs/ become names, formulas render.
 
 Formulas are written as ```math blocks in TeX, as forges render them; here they become MathML, which browsers draw without a script.
 """

@@ -23,18 +23,19 @@ from torch.utils.data import Dataset
 
 from dpulr import accounting, validate
 from dpulr.accounting.disk_ledger import ledger_at
-from dpulr.accounting.events import Charge, Unaccounted
+from dpulr.accounting.events import Charge, GaussianRelease, SampledStep, Unaccounted
 from dpulr.accounting.statement import Guarantee
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, DataError, InvalidArgument, StepError
 from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
-from dpulr.mechanisms.base import Gradients
+from dpulr.mechanisms.base import WITH_MARGIN, Gradients, on_grid
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.membership import Membership, Unit
 from dpulr.misuse import Watch
 from dpulr.model.batches import call_on_copy, copied
+from dpulr.model.forward import sum_of_vectors
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.people import People
@@ -46,6 +47,7 @@ from dpulr.private_scores import HeldOut
 from dpulr.randomness import RandomSource
 
 Batch = tuple[Any, Any]
+_READ_AT_ONCE = 1_000
 _LOG = logging.getLogger("dpulr")
 
 
@@ -76,7 +78,8 @@ class PrivacyEngine:
 
     Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
     each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own; with `parallel="passes"` all
-    take the same batch, and share the passes. `rank_timeout` is how many seconds a rank waits for another.
+    take the same batch, and share the passes. Each rank adds its share of the noise before anything leaves it; with
+    `shared_noise=False` rank 0 adds all of it, and sees the bare sum. `rank_timeout` is how many seconds a rank waits for another.
     """
 
     def __init__(
@@ -110,12 +113,13 @@ class PrivacyEngine:
         process_group: Any = None,
         sharded: bool = False,
         parallel: Literal["records", "passes"] = "records",
+        shared_noise: bool = True,
         rank_timeout: float = 300.0,
         unit: Unit = None,
         max_per_person: int = 8,
     ) -> None:
-        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel)
-        source = _source(insecure_noise_seed, randomness, self.ranks.rank)
+        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel, shared_noise=shared_noise)
+        source = self._source = _source(insecure_noise_seed, randomness, self.ranks.rank)
         self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
         validate.whole_number("seed", seed, 0)
         if memory_limit is not None:
@@ -148,7 +152,7 @@ class PrivacyEngine:
         )
         if weights is not None and most > 1:
             raise InvalidArgument("weights= are of records, and a person is clipped as one: use max_per_person=1 with them.")
-        self._check_weights_are_taken(weights)
+        self._check_weights_are_taken(weights, most)
         self.forward = prepare(
             model,
             loss_fn,
@@ -163,14 +167,13 @@ class PrivacyEngine:
         )
         self._check_weights_of_loss(loss_fn)
         self.mechanism = self.mechanism.settled(self.forward)
-        self._agree(
-            loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
-        )
+        settings = {"seed": seed, "replay": replay, "parallel": parallel, "shared_noise": shared_noise}
+        self._agree(loss_fn, request, {**settings, "insecure_noise_seed": insecure_noise_seed})
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
         if self.ranks.size > 1:
             check_shareable(self.fitted, request)
-            self.fitted.shares = self.ranks.size
+            self.fitted.shares = self.ranks.noise_shares
             if parallel == "passes":
                 self.fitted.split_passes(self.ranks.rank, self.ranks.size)
         self.run, self._reasons = self.ranks.shared(lambda: secrets.token_hex(8)), list[str]()
@@ -246,7 +249,7 @@ class PrivacyEngine:
                 total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
             else:
                 total = self.fitted.sum_over_people(batch, people, public, self._directions)
-            values = self.ranks.sum(self.fitted.privatise(total, self._noise.draw().to(self.forward.device)))
+            values = self.ranks.released(total, self._privatised)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
         with self._watch.own_step():
@@ -255,6 +258,30 @@ class PrivacyEngine:
                     self.fitted.gradients(values, public, self._buffers(group))
                 self._assign(group)
                 self.optimizer.step()
+
+    def _privatised(self, total: Any) -> Tensor:
+        return self.fitted.privatise(total, self._noise.draw().to(self.forward.device))
+
+    def release_sum(self, vectors: Callable[[Batch], Tensor], *, bound: float, release: GaussianRelease) -> Tensor:
+        """The sum over all records of vectors of length at most `bound`, with noise of `release`: public from then on.
+
+        It is charged before a record is read. A record whose vector can't be computed, or is not finite, adds nothing.
+        """
+        if self.ranks.size > 1 or self._current is not None or self._ahead is not None:
+            raise StepError("a sum over all records is released by one process, after the last step.")
+        if self.plan.unit == "person":
+            raise InvalidArgument("a sum over all records protects records, and a person may have several: leave out unit=.")
+        self._watch.check()
+        void = [*self._reasons, *self.plan.event.reasons]
+        self.ledger.append(Unaccounted(void[0]) if void else SampledStep(release, 1.0))
+        std, total = release.noise_multiplier * bound, torch.zeros(release.numbers, dtype=torch.float64, device=self.forward.device)
+        for start in range(0, self.records.size, _READ_AT_ONCE):
+            with self._reading_randomness() if self.records.runs_user_code else nullcontext():
+                batch = self.records.take(np.arange(start, min(start + _READ_AT_ONCE, self.records.size)))
+            with self._computing():
+                total += sum_of_vectors(self.forward, vectors, batch, WITH_MARGIN * bound, release.numbers)
+        noise = self._source.noise(release.numbers).draw().to(self.forward.device)
+        return on_grid(total.add_(noise, alpha=std), std)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -452,9 +479,11 @@ class PrivacyEngine:
             if reason is not None:
                 self._void(f"the mechanism {self.mechanism.name} comes from outside, and its bound could not be shown: {reason}")
 
-    def _check_weights_are_taken(self, weights: WeightFunction | None) -> None:
+    def _check_weights_are_taken(self, weights: WeightFunction | None, most: int) -> None:
         if weights is not None and not self.mechanism.takes_weights:
             raise InvalidArgument(f"the mechanism {self.mechanism.name} does not weigh records: leave out weights=.")
+        if weights is not None and most > 1:  # a person is bounded by the mean over his or her records, which weights would change
+            raise InvalidArgument("weights= with several records of a person: use max_per_person=1, or leave out weights=.")
 
     def _check_weights_of_loss(self, loss_fn: LossFunction) -> None:
         """Weights in a loss that would be forgotten without a word."""

@@ -177,7 +177,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
-        self._own_repeats, self._owns_exact = settings.repeats, True
+        self._own_repeats, self._owns_exact = [settings.repeats] * len(self.layout.hidden_groups), True
+        self._own_votes = torch.ones(votes, device=self.device, dtype=torch.float64)
         self._bounds = self._site_bounds()
         self._overlaps = self._site_overlaps()
         for group in self.layout.hidden_groups:
@@ -202,20 +203,28 @@ class FittedHiddenDirection(SitewiseMechanism):
         return overlaps
 
     def split_passes(self, rank: int, size: int) -> None:
-        """A part of the repeats, whose mean over all ranks is still bounded; rank 0 has the exact layer."""
-        if size > self.settings.repeats:
-            raise InvalidArgument(f"parallel='passes' shares {self.settings.repeats} repeats among {size} ranks: some have none.")
-        self._own_repeats, self._owns_exact = len(range(rank, self.settings.repeats, size)), rank == 0
+        """Repeats of layers are dealt out in turn, the exact part as the last. The sum over all ranks is bounded as before."""
+        repeats, groups = self.settings.repeats, len(self.layout.hidden_groups)
+        dealt = repeats * groups
+        if size > dealt + (self.layout.exact is not None):
+            raise InvalidArgument(
+                f"parallel='passes' deals {repeats} repeats of {groups} layers to {size} ranks: some have nothing to do. Use fewer "
+                "ranks, or parallel='records'."
+            )
+        self._own_repeats = [sum(i % size == rank for i in range(g * repeats, (g + 1) * repeats)) for g in range(groups)]
+        self._owns_exact = dealt % size == rank
+        voters = [g * repeats % size for g in range(groups)] + [dealt % size]  # of a record, one rank votes about each scale
+        self._own_votes = torch.tensor(voters[: self._votes], device=self.device).eq(rank).double()
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
         below = torch.zeros(self._votes, clean.records, dtype=torch.bool, device=self.device)
-        if self.hidden:
+        if any(self._own_repeats):
             self._add_hidden(clean, public, directions, parts, below)
         if self.layout.exact is not None and self._owns_exact:
             self._add_exact(clean, public, parts, below)
-        if self.scales is not None and self._votes and self._owns_exact:  # one rank votes for a record, not all
-            self.scales.count(below, parts[-1])
+        if self.scales is not None and self._votes:
+            self.scales.count(below, parts[-1], self._own_votes)
 
     def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor], below: Tensor) -> None:
         if self.backward_to:
@@ -250,7 +259,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
         estimates = self.estimates(clean, public, directions, reach, below)
-        for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
+        own = [groups[g] for together, _ in self._passes(clean.records) for g in together]
+        for group, estimate in zip(own, estimates, strict=True):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
                 self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
@@ -273,7 +283,7 @@ class FittedHiddenDirection(SitewiseMechanism):
     def estimates(
         self, clean: Clean, public: Bases, directions: Directions, reach: Tensor | None = None, below: Tensor | None = None
     ) -> Iterator[Tensor]:
-        """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1.
+        """For each hidden group, in the order of `_passes` (records, dim): the mean over the repeats of z b, of norm at most 1.
 
         A person's records have a block each of one z, and one b: together they have norm at most 1. Where scales adapt, it is
         written to `below` (groups, records) whether a record's first difference was below them.
@@ -290,29 +300,30 @@ class FittedHiddenDirection(SitewiseMechanism):
                     z = [people.shares(draws) for draws in z]
                 b = self.bits(self.difference(clean, groups, z, public), units, people)
                 if below is not None and self._votes and not sums:
-                    below[groups.start : groups.stop] = b[:, 0].abs() < 1
+                    below[groups] = b[:, 0].abs() < 1
                 b.div_(self.settings.repeats)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
 
-    def _passes(self, records: int) -> Iterator[tuple[range, list[int]]]:
-        """Hidden groups that share their passes, as many as there is room for, and how many repeats each pass has.
+    def _passes(self, records: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Hidden groups of this rank that share their passes, as many as there is room for, and how many repeats each pass has.
 
         Each set of groups has a program of its own: the number of records is rounded up, so that batches of about a size share it.
         """
-        start, end = 0, len(self.layout.hidden_groups)
         coarse = 2 ** max(0, records.bit_length() - 3)
         records = -(-records // coarse) * coarse
-        while start < end:
-            stop = start + 1
-            while stop < end and self.chunks.replays(sum(self._group_bytes[start : stop + 1]), records):
-                stop += 1
-            room = sum(self._group_bytes[start:stop])
-            yield range(start, stop), list(self.chunks.repeats(room, records, self._own_repeats))
-            start = stop
+        for repeats in sorted(set(self._own_repeats) - {0}):
+            left = [g for g, own in enumerate(self._own_repeats) if own == repeats]
+            while left:
+                count, room = 1, self._group_bytes[left[0]]
+                while count < len(left) and self.chunks.replays(room + self._group_bytes[left[count]], records):
+                    room += self._group_bytes[left[count]]
+                    count += 1
+                yield left[:count], list(self.chunks.repeats(room, records, repeats))
+                left = left[count:]
 
-    def difference(self, clean: Clean, groups: range, z: list[Tensor], public: Bases) -> Tensor:
+    def difference(self, clean: Clean, groups: Sequence[int], z: list[Tensor], public: Bases) -> Tensor:
         """(groups, repeats, records): how much higher the loss is when moved than when not, or than when moved the other way."""
         moves = [self.move(clean, self.layout.groups[g], draws, public) for g, draws in zip(groups, z, strict=True)]
         losses = self.forward.all_losses(clean, moves)
@@ -364,11 +375,10 @@ class FittedHiddenDirection(SitewiseMechanism):
         return finite.sign_() if units is None else finite.mul_(units).nan_to_num_(0, 1, -1).clamp_(-1, 1)
 
     # --- soft bits ----------------------------------------------------------------------------------------------------
-    def _units(self, reach: Tensor, groups: range) -> Tensor:
+    def _units(self, reach: Tensor, groups: list[int]) -> Tensor:
         """(groups, 1, records): one over the difference of losses at which a record is clipped."""
         assert self.scales is not None
-        own = slice(groups.start, groups.stop)
-        return (reach[own] / (self.settings.span * self.scales.values[own, None])).unsqueeze(1)
+        return (reach[groups] / (self.settings.span * self.scales.values[groups, None])).unsqueeze(1)
 
     def _scales(self, kappa: Scale, plan: Plan) -> Scales:
         if not isinstance(kappa, str):

@@ -6,7 +6,7 @@ A record whose pass raises gets NaN, and the others what they would have got wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
@@ -202,3 +202,23 @@ class Forward:
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, site by site."""
         return [parameter for site in self.sites for parameter in site.parameters.values()]
+
+
+def sum_of_vectors(forward: Forward, vectors: Callable[[Any], Tensor], batch: tuple[Any, Any], longest: float, size: int) -> Tensor:
+    """The sum over records of vectors (records, size), each shortened to `longest`; 0 where that raises, or gives no number."""
+
+    def apart() -> Tensor:
+        found = torch.zeros(count(batch[1]), size, dtype=torch.float64, device=forward.device)
+
+        def one(i: int) -> None:
+            found[i] = vectors(row(batch, i))[0]
+
+        each_alone(range(len(found)), one)
+        return found
+
+    together = apart if forward.recordwise else lambda: vectors(batch)
+    found = together_or_apart(together, apart, lambda: forward.check_alive([0])).double()
+    found = torch.where(torch.isfinite(found).all(1, keepdim=True), found, 0)
+    lengths = torch.linalg.vector_norm(found, dim=1, keepdim=True)
+    total: Tensor = (found * (longest / lengths.clamp_min(longest))).sum(0)
+    return total

@@ -45,7 +45,7 @@ class Recording:
     def _created(self) -> DiskLedger:
         check_new(self.folder)
         self.settings, self.applied = _settings(self.engine), 0
-        return create_folder(self.folder, self.settings, self.engine, self._held)
+        return create_folder(self.folder, self.settings, self.engine, self._held, planned_steps=self.engine.planned_steps)
 
     def _resumed(self) -> DiskLedger:
         self.settings, config = open_config(self.folder)
@@ -102,7 +102,16 @@ class Recording:
             details = {"test_classes": score(engine.model, test).classes()}
         self.save()
         done, applied = engine.steps_taken >= engine.planned_steps, self.applied + engine.steps_taken
-        result = results.result(self.settings, engine, self._ledger, self._figures, done=done, applied=applied)
+        result = results.result(
+            self.settings,
+            engine,
+            self._ledger,
+            self._figures,
+            done=done,
+            applied=applied,
+            planned=engine.planned_steps,
+            temperature=1.0,
+        )
         result |= {"seconds": round(self._clock.total(), 2), "unprotected_shown": False, **details}
         state = {key: result[key] for key in ("run", "steps", "guarantee", "epsilon", "delta", "version")}
         checkpoint.write(self.folder / checkpoint.MODEL, engine.model.state_dict(), state)

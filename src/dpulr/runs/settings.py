@@ -86,6 +86,9 @@ class Settings:
     )
     device: str = _option("cpu", "Where the model is and the passes run: cpu, cuda, mps, ...")
     schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
+    temperature: float | None = _option(
+        None, "Share of the budget for a temperature of the outputs, fitted after the last step: such as 0.02.", validate.fraction
+    )
     holdout: int = _option(
         0, "Test on the last n training records. They count as public, unless --evaluation-epsilon is given.", _at_least(0)
     )
@@ -114,7 +117,11 @@ class Settings:
             if value is not None and item.metadata.get("check") is not None:
                 item.metadata["check"](item.name, value)
             object.__setattr__(self, item.name, value)
-        if self.target_epsilon is not None and (self.evaluation_epsilon or 0.0) >= self.target_epsilon:
+        if self.temperature is not None and self.target_epsilon is None:
+            raise UsageError("temperature is a share of the budget: give target_epsilon, too.")
+        if self.target_epsilon is not None and (self.evaluation_epsilon or 0) >= self.target_epsilon * (
+            1 - (self.temperature or 0)
+        ):
             raise UsageError(
                 f"evaluation_epsilon is {self.evaluation_epsilon:g}; it is a share of target_epsilon, {self.target_epsilon:g}, "
                 "so it must be smaller."
