@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr import accounting, audit, data, mechanisms, models, runs, sklearn
+    from dpulr import accounting, audit, data, features, mechanisms, models, runs, sklearn
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dpulr.model.black_box import BlackBox
     from dpulr.model.weights import class_weights
     from dpulr.paper.mechanism import Paper
+    from dpulr.runs.tuning import tune
     from dpulr.scores import evaluate
 
 __version__ = "0.2.0.dev0"
@@ -35,12 +36,14 @@ _HOME = {
     "class_weights": "dpulr.model.weights",
     "data": "dpulr.data",
     "evaluate": "dpulr.scores",
+    "features": "dpulr.features",
     "layers": "dpulr.model.layers",
     "losses": "dpulr.model.losses",
     "mechanisms": "dpulr.mechanisms",
     "models": "dpulr.models",
     "runs": "dpulr.runs",
     "sklearn": "dpulr.sklearn",
+    "tune": "dpulr.runs.tuning",
 }
 __all__ = [
     "BlackBox",
@@ -56,12 +59,14 @@ __all__ = [
     "class_weights",
     "data",
     "evaluate",
+    "features",
     "layers",
     "losses",
     "mechanisms",
     "models",
     "runs",
     "sklearn",
+    "tune",
 ]
 
 
@@ -69,7 +74,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'dpulr' has no attribute {name!r}")
     home = import_module(_HOME[name])
-    return home if name[0].islower() and name not in ("class_weights", "evaluate") else getattr(home, name)
+    return home if name[0].islower() and name not in ("class_weights", "evaluate", "tune") else getattr(home, name)
 
 
 def __dir__() -> list[str]:
