@@ -1,5 +1,5 @@
-"""Checks a built site as a browser would find it: links and anchors lead somewhere, nothing is fetched from the network, pictures have
-texts for people who don't see them, and the colours of text have enough contrast (WCAG AA) in light and in dark.
+"""Checks a built site as a browser would find it: links and anchors lead somewhere, nothing is fetched from the network, pictures
+have texts for people who don't see them, and the colours of text have enough contrast (WCAG AA) in light and in dark.
 
 `python docs/check_site.py build/site`; it prints what is wrong and ends with 1.
 """
