@@ -235,6 +235,11 @@ def keys_of(sets: Iterable[str]) -> list[str]:
     return [name for name, _ in map(_pair, sets)]
 
 
+def pairs_of(sets: Iterable[str]) -> list[tuple[str, Any]]:
+    """Names and values of `key=value` pairs."""
+    return [_pair(text) for text in sets]
+
+
 def _pair(text: str) -> tuple[str, Any]:
     """`key=value`, the value as in TOML; what is not TOML is taken as a word."""
     name, sign, value = text.partition("=")
