@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dpulr import mechanisms
 from dpulr.runs.settings import Settings
 
-Loop = Literal["dpulr", "opacus", "paper"]
+Loop = Literal["dpulr", "opacus", "paper", "beyond"]
 Progress = Callable[[float], None]
 Result = dict[str, Any]
 
@@ -78,6 +78,8 @@ class Run:
     @property
     def file(self) -> str:
         """Where its result is kept."""
+        if self.loop == "beyond":
+            return "beyond.json"
         if self.settings.holdout:
             return "held-out.json"
         return "paper.json" if self.loop == "paper" else "certified.json"
@@ -105,7 +107,8 @@ class Run:
         cost = f"epsilon {s.target_epsilon:.3f}" if s.target_epsilon else f"sigma0 {s.noise_multiplier or 0:g}"
         repeats = f", K {s.repeats}" if s.repeats else ""
         model = s.model.rpartition(":")[2]
-        return f"{s.mechanism} {model}, batch {s.batch_size}, {cost}{repeats}, rate {s.learning_rate:g}, seed {s.seed}"
+        rate = s.learning_rate if isinstance(s.learning_rate, str) else f"{s.learning_rate:g}"
+        return f"{s.mechanism} {model}, batch {s.batch_size}, {cost}{repeats}, rate {rate}, seed {s.seed}"
 
     def train(self, progress: Progress) -> Result:
         """Train and evaluate; `progress` hears the share that is done."""
@@ -117,6 +120,10 @@ class Run:
             from reproduction import paper_runs
 
             numbers = paper_runs.train(self.settings, progress)
+        elif self.loop == "beyond":
+            from reproduction import beyond
+
+            numbers = beyond.train(self.settings, progress)
         else:
             from dpulr.runs import training
 

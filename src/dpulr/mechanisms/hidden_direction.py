@@ -23,15 +23,15 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
 from dpulr.mechanisms.exact_part import ExactPart, exact_notes, settle_exact
 from dpulr.mechanisms.layout import Layout
+from dpulr.mechanisms.moves import USUAL_RADIUS, along, move, settle_radius, shares
 from dpulr.mechanisms.person_norms import per_unit
 from dpulr.mechanisms.scales import Scale, Scales, check_quantile, check_scale, trial, typical
 from dpulr.mechanisms.soft_bits import joint_gains, reaches
 from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.layers import Call
-from dpulr.model.passes import Clean, Move, Shift
+from dpulr.model.passes import Clean, Move
 from dpulr.model.people import People
-from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -43,9 +43,10 @@ _EXACT_STEP = 1e-2
 class HiddenDirection(Mechanism):
     """Settings.
 
-    repeats        directions per record and layer
+    repeats        directions per record and layer; "auto": by budget and model, when the run is planned (dpulr.auto)
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
-    radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
+    radius         how far a direction reaches: a standard deviation per coordinate of a layer's output. "auto" looks on synthetic
+                   records whether signs, spikes or other steps need a wider one
     antithetic     True compares a direction with its opposite; False with the clean pass: half the passes per direction
     kappa          None keeps the sign of the difference of losses; a number keeps its size up to a gradient (in a layer) of this
                    length. "auto": a length per layer, from the initial model on synthetic records; "adaptive": one that follows
@@ -60,9 +61,9 @@ class HiddenDirection(Mechanism):
     per_person     the most records of a person that share a direction and a bit; the engine sets it (unit=)
     """
 
-    repeats: int = 1
+    repeats: int | Literal["auto"] = "auto"
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
-    radius: float = 0.1
+    radius: float | Literal["auto"] = USUAL_RADIUS
     kappa: Scale | None = None
     last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
@@ -78,12 +79,14 @@ class HiddenDirection(Mechanism):
     bounds_people: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        validate.whole_number("repeats", self.repeats)
+        if self.repeats != "auto":
+            validate.whole_number("repeats", self.repeats)
         validate.whole_number("per_person", self.per_person)
         validate.boolean("antithetic", self.antithetic)
         validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
         validate.one_of("space", self.space, get_args(Space))
-        validate.positive("radius", self.radius)
+        if self.radius != "auto":
+            validate.positive("radius", self.radius)
         if self.kappa is not None:
             check_scale("kappa", self.kappa)
         check_quantile(self.quantile)
@@ -115,20 +118,32 @@ class HiddenDirection(Mechanism):
         return () if self.exact == "none" else self.exact
 
     @property
+    def count(self) -> int:
+        """The repeats, as a number: 1 as long as no run has filled "auto" in."""
+        return 1 if self.repeats == "auto" else self.repeats
+
+    @property
     def keeps_sizes(self) -> bool:
         return self.kappa is not None
 
     @property
     def span(self) -> float:
         """By how many radii the two passes of a difference lie apart, times the radius."""
-        return self.radius * (2 if self.antithetic else 1)
+        return self.distance * (2 if self.antithetic else 1)
+
+    @property
+    def distance(self) -> float:
+        """The radius, as a number."""
+        if self.radius == "auto":
+            raise InvalidArgument("radius='auto' means something for a model only: call settled(forward) first.")
+        return self.radius
 
     @property
     def kept_dims(self) -> int | None:
         """Dimensions of the public subspaces."""
         if self.subspace != "auto":
             return self.subspace
-        return max(4, -(-max(16, 4 * self.repeats) // self.per_person))
+        return max(4, -(-max(16, 4 * self.count) // self.per_person))
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> HiddenDirectionRelease:
         return self.layout(sites).release(noise_multiplier)
@@ -138,7 +153,7 @@ class HiddenDirection(Mechanism):
         return Layout(self, sites)
 
     def settled(self, forward: Forward) -> HiddenDirection:
-        return settle_exact(self, forward)
+        return settle_radius(settle_exact(self, forward), forward)
 
     def for_people(self, most: int) -> HiddenDirection:
         if most > 1 and self.kappa == "adaptive":
@@ -151,7 +166,7 @@ class HiddenDirection(Mechanism):
     def passes(self, sites: Sequence[Site]) -> int:
         layout = self.layout(sites)
         exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.sites[-1].dim
-        return 1 + (2 if self.antithetic else 1) * self.repeats * len(layout.hidden_groups) + exact
+        return 1 + (2 if self.antithetic else 1) * self.count * len(layout.hidden_groups) + exact
 
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
         return FittedHiddenDirection(self, forward, plan, memory_limit=memory_limit, seed=seed)
@@ -159,7 +174,7 @@ class HiddenDirection(Mechanism):
     @classmethod
     def worst_case(cls) -> WorstCase:
         """The crafted canary needs no public subspace."""
-        return WorstCase(cls(subspace=None))
+        return WorstCase(cls(repeats=1, subspace=None))
 
 
 class FittedHiddenDirection(SitewiseMechanism):
@@ -177,7 +192,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
-        self._own_repeats, self._owns_exact = [settings.repeats] * len(self.layout.hidden_groups), True
+        self._own_repeats, self._owns_exact = [settings.count] * len(self.layout.hidden_groups), True
         self._own_votes = torch.ones(votes, device=self.device, dtype=torch.float64)
         self._bounds = self._site_bounds()
         self._overlaps = self._site_overlaps()
@@ -204,7 +219,7 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def split_passes(self, rank: int, size: int) -> None:
         """Repeats of layers are dealt out in turn, the exact part as the last. The sum over all ranks is bounded as before."""
-        repeats, groups = self.settings.repeats, len(self.layout.hidden_groups)
+        repeats, groups = self.settings.count, len(self.layout.hidden_groups)
         dealt = repeats * groups
         if size > dealt + (self.layout.exact is not None):
             raise InvalidArgument(
@@ -261,7 +276,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         estimates = self.estimates(clean, public, directions, reach, below)
         own = [groups[g] for together, _ in self._passes(clean.records) for g in together]
         for group, estimate in zip(own, estimates, strict=True):
-            for i, signal in zip(group, self._shares(group, estimate), strict=True):
+            for i, signal in zip(group, shares(self.sites, group, estimate), strict=True):
                 self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
     def _gains(self, calls: Sequence[Call], people: People | None) -> Tensor:
@@ -301,7 +316,7 @@ class FittedHiddenDirection(SitewiseMechanism):
                 b = self.bits(self.difference(clean, groups, z, public), units, people)
                 if below is not None and self._votes and not sums:
                     below[groups] = b[:, 0].abs() < 1
-                b.div_(self.settings.repeats)
+                b.div_(self.settings.count)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
@@ -334,33 +349,9 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def move(self, clean: Clean, group: Sequence[int], z: Tensor, public: Bases) -> Move:
         """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
-        length = self.settings.radius * math.sqrt(z.shape[2] * self.settings.per_person)
-        deltas = [
-            self.sites[i].perturbation(share, length * self.sites[i].scale, public[i])
-            for i, share in zip(group, self._shares(group, z), strict=True)
-        ]
-        first, *rest = [shift for i, delta in zip(group, deltas, strict=True) for shift in self._shifts(clean, i, delta)]
-        call = clean.calls[first.site_index]
-        if self.settings.antithetic:
-            moved = first.site.moved_both_ways(call, first.delta)
-            rest = [Shift(i, site, torch.cat([delta, -delta])) for i, site, delta in rest]
-        else:
-            moved = first.site.moved(call, first.delta)
-        return Move(first.site_index, moved, rest)
-
-    def _shifts(self, clean: Clean, place: int, delta: Tensor) -> list[Shift]:
-        """A site's move, call by call."""
-        site, uses = self.sites[place], self.forward.uses[place]
-        if not isinstance(site, RepeatedSite):
-            return [Shift(uses[0], site, delta)]
-        shares = site.joint([clean.calls[i] for i in uses]).shares.to(delta)
-        return [Shift(i, one, share.unsqueeze(1) * delta) for i, one, share in zip(uses, site.members, shares, strict=True)]
-
-    def _shares(self, group: Sequence[int], signal: Tensor) -> tuple[Tensor, ...]:
-        """What each site of a group has of a vector."""
-        if len(group) == 1:
-            return (signal,)
-        return torch.split(signal, [self.sites[i].dim for i in group], dim=-1)
+        radius = self.settings.distance * math.sqrt(self.settings.per_person)
+        deltas = along(self.sites, group, z, radius, public)
+        return move(self.forward, self.sites, clean, group, deltas, both_ways=self.settings.antithetic)
 
     def bits(self, difference: Tensor, units: Tensor | None, people: People | None) -> Tensor:
         """A bit for each record; with people, that of the person's mean loss."""
@@ -436,10 +427,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         with torch.inference_mode():
             clean = passes.clean(*self.forward.probe)
             zeros = [torch.zeros(1, clean.records, self.sites[i].full_dim, device=self.device, dtype=self.dtype) for i in group]
-            first, *rest = [shift for i, delta in zip(group, zeros, strict=True) for shift in self._shifts(clean, i, delta)]
-            moved = first.site.moved(clean.calls[first.site_index], first.delta)
             try:
-                passes.losses(clean, [Move(first.site_index, moved, rest)])
+                passes.losses(clean, [move(self.forward, self.sites, clean, group, zeros, both_ways=False)])
             except RuntimeError as error:
                 label = self.layout.label(group)
                 raise ModelRefused(f"{label} can't be one group: {error} Use other groups, or groups=None.") from error
