@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup setup-dev train test lint types tests test-all check-accounting audit bench bench-quick bench-ranks kill-ranks results reproduce pages clean
+.PHONY: help setup setup-dev train test lint types tests test-all check-accounting audit bench bench-quick bench-ranks kill-ranks results reproduce pages docs release clean
 
 help:
 	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
@@ -17,6 +17,8 @@ help:
 	@echo "make bench-ranks       steps on 1, 2 and 4 processes, into docs/scale.md (10 minutes, quiet machine)"
 	@echo "make kill-ranks        kill random ranks of a training 100 times, and check the ledger (10 minutes)"
 	@echo "make pages             fill the tables and pictures of docs/ from reproduction/results"
+	@echo "make docs              the documentation site, in build/site: tutorials are run, warnings are errors"
+	@echo "make release           wheel and sdist in dist/, checked"
 	@echo "make clean             remove .venv and caches"
 
 setup: .venv/ready
@@ -90,6 +92,18 @@ kill-ranks: setup-dev
 
 pages: setup-dev
 	$(BIN)/python -m reproduction pages
+
+docs: setup-dev
+	@echo "--- running the tutorials that have changed"
+	OMP_NUM_THREADS=1 $(BIN)/python docs/build_tutorials.py
+	@echo "--- building the site"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/check_site.py build/site
+
+release: setup-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
