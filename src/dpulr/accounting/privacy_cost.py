@@ -11,7 +11,7 @@ from dpulr import validate
 from dpulr.accounting import cache, rejection
 from dpulr.accounting.composition import Curves, compose
 from dpulr.accounting.dominating_pairs import pair_of, subsampled
-from dpulr.accounting.events import Charge, SampledStep, Step, to_dict
+from dpulr.accounting.events import Charge, SampledStep, Step, to_dict, units_of
 from dpulr.accounting.finite_precision import SHARES, Slack, slack
 from dpulr.accounting.laplace import pure_epsilon
 from dpulr.accounting.renyi import epsilon_by_rdp
@@ -33,8 +33,9 @@ def merged(charges: Iterable[Charge]) -> list[Charge]:
 
 
 def is_certified(charges: Iterable[Charge]) -> bool:
-    """Whether every charge has a proved price."""
-    return all(charge.step.certified and not charge.step.reasons for charge in charges if charge.count)
+    """Whether every charge has a proved price, for the same unit."""
+    steps = [charge.step for charge in charges if charge.count]
+    return all(step.certified and not step.reasons for step in steps) and len(units_of(steps)) < 2
 
 
 def epsilon(charges: Iterable[Charge], delta: float, method: str = "pld", *, fresh: bool = False) -> float:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from dpulr import validate
-from dpulr.accounting.events import Charge, Release, SampledStep, Step
+from dpulr.accounting.events import MIXED, Charge, Release, SampledStep, Step, Unit, units_of
 from dpulr.accounting.laplace import pure_epsilon
 from dpulr.accounting.privacy_cost import epsilon as price
 from dpulr.accounting.privacy_cost import merged
@@ -23,6 +23,7 @@ NOT_COVERED = (
     "and the time it takes (a batch that is redrawn and a record whose pass raises an error take longer)"
 )
 FEW_RECORDS, LARGE_EPSILON = 300, 10.0
+COUNTED: dict[Unit, str] = {"record": "records", "person": "people"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class PrivacySpent:
     secrets: str = Release.secrets
     public_size: int | None = None
     schema: str | None = None
+    unit: Unit = "record"
     pure_epsilon: float | None = None
     evaluation_epsilon: float = 0.0
     """The part of epsilon that noisy evaluations on held-out records have cost."""
@@ -94,6 +96,7 @@ def privacy_spent(
         secrets=_joined([release.secrets for release in releases] or [Release.secrets]),
         public_size=public_size,
         schema=schema,
+        unit=next(iter(units_of(sampled)), "record"),
         pure_epsilon=pure if value is not None and math.isfinite(pure := pure_epsilon(joined)) else None,
         evaluation_epsilon=evaluation_epsilon,
     )
@@ -128,18 +131,18 @@ def stopped_early(epsilon: float | None, planned: float | None) -> str:
     )
 
 
-def warnings_for(epsilon: float | None, delta: float, records: int) -> list[str]:
+def warnings_for(epsilon: float | None, delta: float, records: int, unit: Unit = "record") -> list[str]:
     """What a user should be told about these numbers, one sentence each. `records` should be public; epsilon None: no guarantee."""
     found = []
     if delta > 1 / records:
         found.append(
-            f"delta is {delta:g}, above 1 / {records:,}: a mechanism that gives away a record now and then would still be allowed; "
+            f"delta is {delta:g}, above 1 / {records:,}: a mechanism that gives away a {unit} now and then would still be allowed; "
             "take a smaller delta."
         )
     if records < FEW_RECORDS:
         found.append(
-            f"the data set has {records:,} records; with fewer than {FEW_RECORDS} the noise that privacy needs leaves little to "
-            "learn."
+            f"the data set has {records:,} {COUNTED[unit]}; with fewer than {FEW_RECORDS} the noise that privacy needs leaves "
+            "little to learn."
         )
     if epsilon is not None and epsilon > LARGE_EPSILON:
         found.append(f"epsilon is {up(epsilon)}; above {LARGE_EPSILON:g} it promises hardly anything against a strong attacker.")
@@ -151,6 +154,8 @@ def _kind(
 ) -> tuple[Guarantee, float | None, list[str]]:
     """The kind of guarantee, the value of an unproved formula if there is one, and what voids the guarantee."""
     why = list(dict.fromkeys([*reasons, *(reason for charge in joined for reason in charge.step.reasons)]))
+    if len(units_of(charge.step for charge in joined)) > 1:
+        why.append(MIXED)
     gaps = list(dict.fromkeys(release.gap for release in releases if not release.certified))
     if not gaps:
         return "none" if why else "certified", None, why
@@ -172,6 +177,12 @@ def _joined(texts: Sequence[str]) -> str:
     """One list in words from several: "noise and batches" with "noise, directions and batches" is the latter."""
     *words, last = dict.fromkeys(word for text in sorted(texts, key=len, reverse=True) for word in re.split(", | and ", text))
     return f"{', '.join(words)} and {last}" if words else last
+
+
+_UNITS: dict[Unit, str] = {
+    "record": "record (the unit is one record)",
+    "person": "person with all of their records (the unit is one person)",
+}
 
 
 def _pure(spent: PrivacySpent) -> str:
@@ -203,7 +214,7 @@ def _sentence(spent: PrivacySpent) -> str:
     )
     public = []
     if spent.public_size is not None:
-        public.append(f"the number of records ({spent.public_size:,})")
+        public.append(f"the number of {COUNTED[spent.unit]} ({spent.public_size:,})")
     if spent.schema is not None:
         public.append(f"the shapes and types of a record ({spent.schema})")
     if public:
@@ -212,6 +223,6 @@ def _sentence(spent: PrivacySpent) -> str:
         assumed += ", a data set at least as large as stated (small batches are redrawn; the cost is included)"
     return (
         f"(epsilon, delta)-differential privacy with epsilon = {up(spent.epsilon or 0.0)} and "
-        f"delta = {spent.delta:g}{_pure(spent)}, for adding or removing one record (the unit is one record), after {run}. "
+        f"delta = {spent.delta:g}{_pure(spent)}, for adding or removing one {_UNITS[spent.unit]}, after {run}. "
         f"Assumed: {assumed}. Not covered: {NOT_COVERED}."
     )

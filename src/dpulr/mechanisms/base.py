@@ -22,6 +22,7 @@ from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import count
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
+from dpulr.model.people import People
 from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
 from dpulr.plan import Plan, Request, certified_plan
 from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
@@ -71,6 +72,8 @@ class Mechanism(ABC):
     space: Space = "auto"
     shares_parameters: ClassVar[bool] = False
     """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
+    bounds_people: ClassVar[bool] = False
+    """Whether it has `sum_over_people`, which bounds what all records of a person add together."""
     calls_again: ClassVar[bool] = False
     """Whether a linear layer or convolution may be called several times, and is moved in all of its calls."""
     takes_weights: ClassVar[bool] = False
@@ -94,6 +97,15 @@ class Mechanism(ABC):
 
     def settled(self, forward: Forward) -> Mechanism:
         """The same settings with what they leave to the model filled in. It is tried on synthetic records: nothing private."""
+        return self
+
+    def for_people(self, most: int) -> Mechanism:
+        """The same settings for people, who take part in a step with at most so many records."""
+        if most > 1 and not self.bounds_people:
+            raise InvalidArgument(
+                f"{self.name} bounds single records, not all of a person's: use max_per_person=1 (one record of each person and "
+                "step, chosen at random)."
+            )
         return self
 
     def notes(self, forward: Forward) -> list[str]:
@@ -144,6 +156,10 @@ class FittedMechanism(ABC, Generic[Public]):
     @abstractmethod
     def sum_of_bounded_signals(self, batch: Batch, public: Public, directions: Directions) -> Any:
         """The sum over the batch of the records' signals, each within its bound."""
+
+    def sum_over_people(self, batch: Batch, people: People, public: Public, directions: Directions) -> Any:
+        """The same where people are protected: what all records of a person add is within the bound of one record."""
+        raise InvalidArgument(f"{type(self).__name__} bounds single records, not people.")
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beside the weights: public numbers, as JSON can hold them."""
@@ -198,7 +214,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
         self.sites = [site.within(subspace) for site in forward.sites] if sites is None else list(sites)
         self.noise_std, self.divisor = noise_std, plan.expected_batch_size
-        self.precise = plan.expected_batch_size > PRECISE_ABOVE
+        self.precise = plan.expected_batch_size * plan.per_person > PRECISE_ABOVE
         self.size = sum(self.part_sizes)
         self.chunks = Chunks(forward, self.sites, self.size, memory_limit)
         self._bases = PublicBases(self.sites, torch.Generator().manual_seed(seed), self.dtype, self.device)
@@ -211,10 +227,16 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         return self._bases.draw()
 
     def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Any:
+        return self._sum(batch, None, public, directions)
+
+    def sum_over_people(self, batch: Batch, people: People, public: Bases, directions: Directions) -> Any:
+        return self._sum(batch, people, public, directions)
+
+    def _sum(self, batch: Batch, people: People | None, public: Bases, directions: Directions) -> Any:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
-        for chunk in self.chunks.records(batch):
-            directions.expect(self.draws(count(chunk[1])))
-            for clean in self.forward.clean(*chunk, self.backward_to):
+        for chunk, own in self.chunks.people(batch, people):
+            directions.expect(self.draws(count(chunk[1])) if own is None else [])
+            for clean in self.forward.clean(*chunk, self.backward_to, own):
                 if self.precise or clean.records > SUMMED_TOGETHER:
                     self.add(clean, public, directions, self.parts(total))
                 else:

@@ -30,6 +30,7 @@ from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import call_on_copy, count, row
 from dpulr.model.forward import Forward
 from dpulr.model.moved_weights import BLOCK, Direction, Moved, put_back_later
+from dpulr.model.people import People
 from dpulr.model.rescue import each_alone, together_or_apart
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
@@ -70,6 +71,7 @@ class ZerothOrder(Mechanism):
     noise: Literal["gaussian", "laplace"] = "gaussian"
     precision: Literal["float32", "bfloat16"] = "float32"
     name: ClassVar[str] = "zeroth-order"
+    bounds_people: ClassVar[bool] = True
     shares_parameters: ClassVar[bool] = True
     uses_sites: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = True
@@ -156,10 +158,17 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
 
     def sum_of_bounded_signals(self, batch: Batch, public: Seeds, directions: Directions) -> Tensor:
         """(repeats,): the sum of the records' clipped slopes. Nothing is drawn in secret."""
+        return self._sum(batch, None, public)
+
+    def sum_over_people(self, batch: Batch, people: People, public: Seeds, directions: Directions) -> Tensor:
+        return self._sum(batch, people, public)
+
+    def _sum(self, batch: Batch, people: People | None, public: Seeds) -> Tensor:
         total = torch.zeros(self.size, device=self.forward.device, dtype=torch.float64)
-        for chunk in self.chunks.records(batch):
+        for chunk, own in self.chunks.people(batch, people):
             slopes = torch.stack([self.slopes(*chunk, self.direction(seed)) for seed in public], dim=1)
-            total += self.forward.weighed(self.clipped(slopes).t(), chunk[1]).sum(1)
+            bounded = self.clipped(slopes, own).t()
+            total += (bounded if own is not None else self.forward.weighed(bounded, chunk[1])).sum(1)
         return total
 
     def gradients(self, values: Tensor, public: Seeds, into: Gradients) -> None:
@@ -240,9 +249,11 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
                 found.append(self._pass(self.direction(1), _TRIED, *self.forward.probe))
         return torch.allclose(found[0], found[1], **_AGREE)
 
-    def clipped(self, slopes: Tensor) -> Tensor:
-        """(records, repeats) slopes, each record scaled to the bound. What is not finite becomes zero."""
+    def clipped(self, slopes: Tensor, people: People | None = None) -> Tensor:
+        """(records, repeats) slopes, or means over people, each scaled to the bound. What is not finite becomes zero."""
         slopes = torch.where(torch.isfinite(slopes), slopes, 0).double()
+        if people is not None:
+            slopes = people.mean(slopes.t()).t()
         norms = torch.linalg.vector_norm(slopes, dim=1, keepdim=True)
         scale: Tensor = (_WITH_MARGIN * self.settings.max_grad_norm / norms).clamp(max=1)
         return slopes * scale

@@ -21,6 +21,7 @@ from dpulr.model.batches import call_on_copy, tile
 from dpulr.model.layers import Call
 from dpulr.model.layers.base import without_history
 from dpulr.model.losses import LossFunction, quick
+from dpulr.model.people import People
 from dpulr.model.scratch import NO_SCRATCH, Scratch
 from dpulr.model.sites import Site
 from dpulr.model.trained_layers import Layer
@@ -52,7 +53,10 @@ class Move(NamedTuple):
 
 @dataclass
 class Clean:
-    """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs."""
+    """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs.
+
+    `people` says which rows belong to one person, where people are protected rather than records.
+    """
 
     inputs: Any
     targets: Any
@@ -61,6 +65,7 @@ class Clean:
     output: Any
     values: dict[fx.Node, Any] = field(default_factory=dict)
     slopes: list[Tensor] = field(default_factory=list)
+    people: People | None = None
     _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     @property
