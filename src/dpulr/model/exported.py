@@ -89,8 +89,8 @@ class _Whole(nn.Module):
 class _Spec:
     """One layer's call, from two sizes of batches: its arguments, and where in each part of its output records are counted.
 
-    axes is None for a part that has no records; `filled` tells tensors from None. A layer that returns one tensor with records first
-    is called as it is.
+    axes is None for a part that has no records; `filled` tells tensors from None. A layer that returns one tensor with records
+    first is called as it is.
     """
 
     arguments: list[Any]
