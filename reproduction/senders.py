@@ -1,8 +1,8 @@
 """Spam or not, with the senders of e-mails as the people who are protected (docs/users.md).
 
 The SpamAssassin corpus: 6,035 e-mails that name a sender, of 2,548 senders; 2,051 of them sent one, one sent 615. Test are the
-e-mails of a fifth of the senders, chosen by a hash of the address, so that no sender is in both parts. A text is a bag of words hashed
-to 1,024 numbers: nothing is fitted to the data. Each way is tried with the rates of RATES at epsilon 4, on the last 600 training
+e-mails of a fifth of the senders, chosen by a hash of the address, so that no sender is in both parts. A text is a bag of words
+hashed to 1,024 numbers: nothing is fitted. Each way is tried with the rates of RATES at epsilon 4, on the last 600 training
 e-mails with seed 0; choosing rates is not covered by epsilon.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduction import certified, hybrid, losses, options, paper_figures, paper_tables, senders
+from reproduction import beyond, certified, hybrid, losses, options, paper_figures, paper_tables, senders
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
 from reproduction.results_file import described, found
@@ -187,6 +187,15 @@ def studies() -> dict[str, Study]:
             lambda choice: hybrid.stages(choice.seeds),
             lambda choice: hybrid.markdown(choice.seeds),
             epochs=2,
+            changeable=False,
+        ),
+        Study(
+            "beyond",
+            "networks that backpropagation can't train: spikes, signs, boxes, a 0-1 loss",
+            tuple(beyond.ROWS),
+            lambda choice: beyond.stages(choice.labels, choice.seeds),
+            lambda choice: beyond.markdown(choice.labels, choice.seeds),
+            epochs=8,
             changeable=False,
         ),
         Study(

@@ -23,15 +23,15 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
 from dpulr.mechanisms.exact_part import ExactPart, exact_notes, settle_exact
 from dpulr.mechanisms.layout import Layout
+from dpulr.mechanisms.moves import USUAL_RADIUS, along, move, settle_radius, shares
 from dpulr.mechanisms.person_norms import per_unit
 from dpulr.mechanisms.scales import Scale, Scales, check_quantile, check_scale, trial, typical
 from dpulr.mechanisms.soft_bits import joint_gains, reaches
 from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
 from dpulr.model.layers import Call
-from dpulr.model.passes import Clean, Move, Shift
+from dpulr.model.passes import Clean, Move
 from dpulr.model.people import People
-from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -45,7 +45,8 @@ class HiddenDirection(Mechanism):
 
     repeats        directions per record and layer
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
-    radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
+    radius         how far a direction reaches: a standard deviation per coordinate of a layer's output. "auto" looks on synthetic
+                   records whether signs, spikes or other steps need a wider one
     antithetic     True compares a direction with its opposite; False with the clean pass: half the passes per direction
     kappa          None keeps the sign of the difference of losses; a number keeps its size up to a gradient (in a layer) of this
                    length. "auto": a length per layer, from the initial model on synthetic records; "adaptive": one that follows
@@ -62,7 +63,7 @@ class HiddenDirection(Mechanism):
 
     repeats: int = 1
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
-    radius: float = 0.1
+    radius: float | Literal["auto"] = USUAL_RADIUS
     kappa: Scale | None = None
     last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
@@ -83,7 +84,8 @@ class HiddenDirection(Mechanism):
         validate.boolean("antithetic", self.antithetic)
         validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
         validate.one_of("space", self.space, get_args(Space))
-        validate.positive("radius", self.radius)
+        if self.radius != "auto":
+            validate.positive("radius", self.radius)
         if self.kappa is not None:
             check_scale("kappa", self.kappa)
         check_quantile(self.quantile)
@@ -121,7 +123,14 @@ class HiddenDirection(Mechanism):
     @property
     def span(self) -> float:
         """By how many radii the two passes of a difference lie apart, times the radius."""
-        return self.radius * (2 if self.antithetic else 1)
+        return self.distance * (2 if self.antithetic else 1)
+
+    @property
+    def distance(self) -> float:
+        """The radius, as a number."""
+        if self.radius == "auto":
+            raise InvalidArgument("radius='auto' means something for a model only: call settled(forward) first.")
+        return self.radius
 
     @property
     def kept_dims(self) -> int | None:
@@ -138,7 +147,7 @@ class HiddenDirection(Mechanism):
         return Layout(self, sites)
 
     def settled(self, forward: Forward) -> HiddenDirection:
-        return settle_exact(self, forward)
+        return settle_radius(settle_exact(self, forward), forward)
 
     def for_people(self, most: int) -> HiddenDirection:
         if most > 1 and self.kappa == "adaptive":
@@ -261,7 +270,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         estimates = self.estimates(clean, public, directions, reach, below)
         own = [groups[g] for together, _ in self._passes(clean.records) for g in together]
         for group, estimate in zip(own, estimates, strict=True):
-            for i, signal in zip(group, self._shares(group, estimate), strict=True):
+            for i, signal in zip(group, shares(self.sites, group, estimate), strict=True):
                 self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
 
     def _gains(self, calls: Sequence[Call], people: People | None) -> Tensor:
@@ -334,33 +343,9 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def move(self, clean: Clean, group: Sequence[int], z: Tensor, public: Bases) -> Move:
         """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
-        length = self.settings.radius * math.sqrt(z.shape[2] * self.settings.per_person)
-        deltas = [
-            self.sites[i].perturbation(share, length * self.sites[i].scale, public[i])
-            for i, share in zip(group, self._shares(group, z), strict=True)
-        ]
-        first, *rest = [shift for i, delta in zip(group, deltas, strict=True) for shift in self._shifts(clean, i, delta)]
-        call = clean.calls[first.site_index]
-        if self.settings.antithetic:
-            moved = first.site.moved_both_ways(call, first.delta)
-            rest = [Shift(i, site, torch.cat([delta, -delta])) for i, site, delta in rest]
-        else:
-            moved = first.site.moved(call, first.delta)
-        return Move(first.site_index, moved, rest)
-
-    def _shifts(self, clean: Clean, place: int, delta: Tensor) -> list[Shift]:
-        """A site's move, call by call."""
-        site, uses = self.sites[place], self.forward.uses[place]
-        if not isinstance(site, RepeatedSite):
-            return [Shift(uses[0], site, delta)]
-        shares = site.joint([clean.calls[i] for i in uses]).shares.to(delta)
-        return [Shift(i, one, share.unsqueeze(1) * delta) for i, one, share in zip(uses, site.members, shares, strict=True)]
-
-    def _shares(self, group: Sequence[int], signal: Tensor) -> tuple[Tensor, ...]:
-        """What each site of a group has of a vector."""
-        if len(group) == 1:
-            return (signal,)
-        return torch.split(signal, [self.sites[i].dim for i in group], dim=-1)
+        radius = self.settings.distance * math.sqrt(self.settings.per_person)
+        deltas = along(self.sites, group, z, radius, public)
+        return move(self.forward, self.sites, clean, group, deltas, both_ways=self.settings.antithetic)
 
     def bits(self, difference: Tensor, units: Tensor | None, people: People | None) -> Tensor:
         """A bit for each record; with people, that of the person's mean loss."""
@@ -436,10 +421,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         with torch.inference_mode():
             clean = passes.clean(*self.forward.probe)
             zeros = [torch.zeros(1, clean.records, self.sites[i].full_dim, device=self.device, dtype=self.dtype) for i in group]
-            first, *rest = [shift for i, delta in zip(group, zeros, strict=True) for shift in self._shifts(clean, i, delta)]
-            moved = first.site.moved(clean.calls[first.site_index], first.delta)
             try:
-                passes.losses(clean, [Move(first.site_index, moved, rest)])
+                passes.losses(clean, [move(self.forward, self.sites, clean, group, zeros, both_ways=False)])
             except RuntimeError as error:
                 label = self.layout.label(group)
                 raise ModelRefused(f"{label} can't be one group: {error} Use other groups, or groups=None.") from error
