@@ -54,9 +54,9 @@ def test_zeroth_order() -> None:
 
 def test_many_games_in_one_step_are_the_same_as_one_game_per_step() -> None:
     """Kolmogorov-Smirnov on what the attacker projects on, with and without the canary; false alarm 4 * 0.001."""
-    rows = RowsGame(dpulr.HiddenDirection(subspace=None), dim=4, noise_multiplier=0.5, seed=1, sample_rate=0.7)
+    rows = RowsGame(dpulr.HiddenDirection(repeats=1, subspace=None), dim=4, noise_multiplier=0.5, seed=1, sample_rate=0.7)
     batches = BatchGame(
-        dpulr.HiddenDirection(subspace=None),
+        dpulr.HiddenDirection(repeats=1, subspace=None),
         model=nn.Sequential(nn.Linear(1, 4, bias=False)),
         loss_fn=linear_loss,
         records=(torch.ones(1, 1), torch.zeros(1, 4)),
