@@ -24,7 +24,7 @@ import dpulr
 
 JOBS: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp", "data": "mnist", "batch_size": 2_000, "mechanism": dpulr.HiddenDirection(repeats=8)},
-    "resnet5": {"model": "resnet5", "data": "cifar-like", "batch_size": 500, "mechanism": dpulr.HiddenDirection()},
+    "resnet5": {"model": "resnet5", "data": "cifar-like", "batch_size": 500, "mechanism": dpulr.HiddenDirection(repeats=1)},
     "mlp-gradient": {"model": "mlp", "data": "mnist", "batch_size": 2_000, "mechanism": "gradient"},
     "zeroth-order": {"model": "mlp", "data": "mnist", "batch_size": 2_000, "mechanism": dpulr.ZerothOrder(repeats=16)},
 }
