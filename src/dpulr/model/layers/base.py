@@ -82,7 +82,7 @@ class Call:
 
 
 def without_history(values: Any) -> Any:
-    """The same values, of which autograd remembers nothing. What layers usually get and give takes no walk by pytree: it is slow."""
+    """The same values, of which autograd remembers nothing. What layers usually get and give takes no slow walk by pytree."""
     if isinstance(values, Tensor):
         return values.detach()
     if type(values) in (tuple, list):
