@@ -609,7 +609,6 @@ def flat_records(count: int, seed: int = 4) -> tuple[nn.Module, Tensor, Tensor]:
 AMPLIFYING = [dpulr.HiddenDirection(), dpulr.HiddenDirection(antithetic=True), dpulr.Gaussian(repeats=2)]
 
 
-@bits_of_others
 @pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
 def test_a_label_out_of_range_leaves_the_bits_of_the_others(mechanism: Any) -> None:
     """Finding 12, worse than the review has it. Each of 200 others keeps a sign. One record with label 7 adds nothing itself, but
@@ -621,7 +620,6 @@ def test_a_label_out_of_range_leaves_the_bits_of_the_others(mechanism: Any) -> N
     assert max(replay.shares(joined - replay.sum_over(x, y)).values()) <= 1
 
 
-@bits_of_others
 def test_a_label_out_of_range_leaves_the_law_of_the_sum() -> None:
     """The same without fixed directions: 300 equal records whose signs are rounding. The odd record moves the mean of their sum.
 

@@ -23,7 +23,7 @@ from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, 
 from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import call_on_copy, count, row
 from dpulr.model.forward import Forward
-from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.rescue import each_alone, together_or_apart, without_raising
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -135,17 +135,23 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
     def losses(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
         """One loss per record with these weights; NaN for a record whose pass raises."""
 
+        losses = torch.full((count(targets),), math.nan, dtype=self.forward.dtype, device=self.forward.device)
+
+        def one(i: int) -> None:
+            losses[i] = self._pass(weights, *row((inputs, targets), i))[0]
+
         def apart() -> Tensor:
-            losses = torch.full((count(targets),), math.nan, dtype=self.forward.dtype, device=self.forward.device)
+            def others(raised: list[int]) -> Tensor:
+                found = self._pass(weights, *self.forward.filled(inputs, targets, raised))
+                found[raised] = math.nan
+                return found
 
-            def one(i: int) -> None:
-                losses[i] = self._pass(weights, *row((inputs, targets), i))[0]
-
-            each_alone(range(len(losses)), one)
-            return losses
+            joint = without_raising(range(len(losses)), one, others)
+            return losses if joint is None else joint
 
         if self.forward.recordwise:
-            return apart()
+            each_alone(range(len(losses)), one)
+            return losses
         return together_or_apart(lambda: self._pass(weights, inputs, targets), apart, alive=lambda: self.forward.check_alive([0]))
 
     def _pass(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:

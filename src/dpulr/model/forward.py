@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpulr.model.batches import copied, count, row
+from dpulr.model.batches import copied, count, replaced, row
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.passes import Clean, Move, Passes, Shift
-from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.rescue import each_alone, together_or_apart, without_raising
 from dpulr.model.sites import Site
 from dpulr.model.weights import RecordWeights, WeightFunction
 from dpulr.model.whole_passes import RecordwisePasses
@@ -73,7 +73,7 @@ class Forward:
                 module.training = not training
 
     def clean(self, inputs: Any, targets: Any, backward_to: Sequence[int] = ()) -> list[Clean]:
-        """Clean passes over the records for which they don't raise: one for all; or one per record, where the joint pass raises.
+        """Clean passes over the records for which they don't raise: one for all; or one per record, where no joint pass succeeds.
 
         A model that reads values sees one record at a time anyway: what it does with one says nothing about the next.
         `backward_to` are layers at whose outputs the gradient is wanted (`slopes`).
@@ -94,12 +94,25 @@ class Forward:
             each_alone(range(count(targets)), lambda i: found.append(run(*row((inputs, targets), i))))
             return found
 
+        def others() -> list[Clean]:
+            clean = without_raising(
+                range(count(targets)),
+                lambda i: run(*row((inputs, targets), i)),
+                lambda raised: run(*self.filled(inputs, targets, raised)).leave_out(raised),
+            )
+            return apart() if clean is None else [clean]
+
         if self.recordwise:
             alone = apart()
             if not alone and count(targets):
                 self.check_alive([0])
             return alone
-        return together_or_apart(lambda: [run(inputs, targets)], apart, lambda: self.check_alive([0]))
+        return together_or_apart(lambda: [run(inputs, targets)], others, lambda: self.check_alive([0]))
+
+    def filled(self, inputs: Any, targets: Any, absent: Sequence[int]) -> tuple[Any, Any]:
+        """The batch with a synthetic record in these places."""
+        filled: tuple[Any, Any] = replaced((inputs, targets), absent, row(self.probe, 0))
+        return filled
 
     def differentiated(self, batch: tuple[Any, Any], indices: Sequence[int]) -> tuple[Clean, list[Tensor | None]]:
         """A clean pass, and by one backward pass the gradients at the outputs of these layers; None where none arrives."""
@@ -136,11 +149,33 @@ class Forward:
                 i, m, r = place
                 losses[m, r, i] = self.passes.losses(alone(i), [moves[m].one(r, i)]).squeeze()
 
-            each_alone(product(range(clean.records), range(len(moves)), range(repeats)), one)
-            return losses
+            def others(raised: list[tuple[int, int, int]]) -> Tensor:
+                own = [self._unmoved(move, clean, [(r, i) for i, n, r in raised if n == m]) for m, move in enumerate(moves)]
+                found = self.passes.losses(clean, own)
+                for i, m, r in raised:
+                    found[m, r, i] = math.nan
+                return found
+
+            places = product(range(clean.records), range(len(moves)), range(repeats))
+            joint = without_raising(places, one, others)
+            return losses if joint is None else joint
 
         alive = [move.site_index for move in moves]
-        return together_or_apart(lambda: self.passes.losses(clean, moves), apart, lambda: self.check_alive(alive))
+        losses = together_or_apart(lambda: self.passes.losses(clean, moves), apart, lambda: self.check_alive(alive))
+        if clean.absent:
+            losses[..., clean.absent] = math.nan
+        return losses
+
+    def _unmoved(self, move: Move, clean: Clean, places: Sequence[tuple[int, int]]) -> Move:
+        """The same move, but with nothing moved for these (repeat, record)."""
+        if not places:
+            return move
+        moved, also = move.moved.clone(), [shift._replace(delta=shift.delta.clone()) for shift in move.also]
+        for r, i in places:
+            moved[r, i] = clean.calls[move.site_index].output[i]
+            for shift in also:
+                shift.delta[r, i] = 0
+        return move._replace(moved=moved, also=also)
 
     def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(repeats, records) losses with every site shifted in one pass, and the inputs that the sites saw (0 where it raised)."""
@@ -162,7 +197,10 @@ class Forward:
             each_alone(product(range(repeats), range(records)), one)
             return losses, [all_rows.flatten(0, 1) for all_rows in inputs]
 
-        return together_or_apart(lambda: self.passes.all_shifted(clean, shifts), apart, lambda: self.check_alive([0]))
+        losses, seen = together_or_apart(lambda: self.passes.all_shifted(clean, shifts), apart, lambda: self.check_alive([0]))
+        if clean.absent:
+            losses[:, clean.absent] = math.nan
+        return losses, seen
 
     def weighed(self, scale: Tensor, targets: Any) -> Tensor:
         """Factors (..., records) of records' signals, times the records' weights."""

@@ -6,6 +6,7 @@ Three ways share this interface: `TracedPasses` (model/replay.py) re-runs only w
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,10 @@ class Move(NamedTuple):
 
 @dataclass
 class Clean:
-    """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs."""
+    """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs.
+
+    `absent` are rows whose record's pass raises: something public stands in their place, their loss is NaN, their gradient 0.
+    """
 
     inputs: Any
     targets: Any
@@ -61,11 +65,20 @@ class Clean:
     output: Any
     values: dict[fx.Node, Any] = field(default_factory=dict)
     slopes: list[Tensor] = field(default_factory=list)
+    absent: list[int] = field(default_factory=list)
     _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     @property
     def records(self) -> int:
         return self.losses.shape[0]
+
+    def leave_out(self, absent: list[int]) -> Clean:
+        """These rows say nothing from now on."""
+        self.absent = absent
+        self.losses[absent] = math.nan
+        for slope in self.slopes:
+            slope[absent] = 0
+        return self
 
     def detached(self) -> Clean:
         """The same without its history."""
