@@ -199,8 +199,9 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Any:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
         for chunk in self.chunks.records(batch):
-            directions.expect(self.draws(count(chunk[1])))
-            for clean in self.forward.clean(*chunk, self.backward_to):
+            least = 0 if self.forward.recordwise else self.chunks.least
+            directions.expect(self.draws(max(count(chunk[1]), least)))
+            for clean in self.forward.clean(*chunk, self.backward_to, least=least):
                 if self.precise or clean.records > SUMMED_TOGETHER:
                     self.add(clean, public, directions, self.parts(total))
                 else:

@@ -199,7 +199,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         if self.layout.exact is not None and self._owns_exact:
             self._add_exact(clean, public, parts, below)
         if self.scales is not None and self._votes and self._owns_exact:  # one rank votes for a record, not all
-            self.scales.count(below, parts[-1])
+            self.scales.count(below, clean.absent, parts[-1])
 
     def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor], below: Tensor) -> None:
         if self.backward_to:

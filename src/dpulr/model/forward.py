@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpulr.model.batches import copied, count, replaced, row
+from dpulr.model.batches import copied, count, join, replaced, row
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.rescue import each_alone, together_or_apart, without_raising
@@ -72,12 +72,17 @@ class Forward:
             for module, training in changed:
                 module.training = not training
 
-    def clean(self, inputs: Any, targets: Any, backward_to: Sequence[int] = ()) -> list[Clean]:
+    def clean(self, inputs: Any, targets: Any, backward_to: Sequence[int] = (), *, least: int = 0) -> list[Clean]:
         """Clean passes over the records for which they don't raise: one for all; or one per record, where no joint pass succeeds.
 
         A model that reads values sees one record at a time anyway: what it does with one says nothing about the next.
-        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`).
+        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`). A pass of fewer than `least` records is filled
+        up with synthetic ones, which say nothing: for a few rows torch has other kernels, and they round differently.
         """
+        records = count(targets)
+        spare = [] if self.recordwise else list(range(records, least))
+        if spare:
+            inputs, targets = join([(inputs, targets), *[row(self.probe, 0)] * len(spare)])
 
         def run(inputs: Any, targets: Any) -> Clean:
             if not backward_to:
@@ -91,23 +96,23 @@ class Forward:
 
         def apart() -> list[Clean]:
             found: list[Clean] = []
-            each_alone(range(count(targets)), lambda i: found.append(run(*row((inputs, targets), i))))
+            each_alone(range(records), lambda i: found.append(run(*row((inputs, targets), i))))
             return found
 
         def others() -> list[Clean]:
             clean = without_raising(
-                range(count(targets)),
+                range(records),
                 lambda i: run(*row((inputs, targets), i)),
-                lambda raised: run(*self.filled(inputs, targets, raised)).leave_out(raised),
+                lambda raised: run(*self.filled(inputs, targets, raised)).leave_out([*raised, *spare]),
             )
             return apart() if clean is None else [clean]
 
         if self.recordwise:
             alone = apart()
-            if not alone and count(targets):
+            if not alone and records:
                 self.check_alive([0])
             return alone
-        return together_or_apart(lambda: [run(inputs, targets)], others, lambda: self.check_alive([0]))
+        return together_or_apart(lambda: [run(inputs, targets).leave_out(spare)], others, lambda: self.check_alive([0]))
 
     def filled(self, inputs: Any, targets: Any, absent: Sequence[int]) -> tuple[Any, Any]:
         """The batch with a synthetic record in these places."""

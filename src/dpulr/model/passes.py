@@ -74,6 +74,8 @@ class Clean:
 
     def leave_out(self, absent: list[int]) -> Clean:
         """These rows say nothing from now on."""
+        if not absent:
+            return self
         self.absent = absent
         self.losses[absent] = math.nan
         for slope in self.slopes:
