@@ -135,6 +135,14 @@ def _odd_records(example: Batch, generator: torch.Generator, device: torch.devic
     for value in _ODD:
         inputs, targets = example
         yield f"all values {value}", (pytree.tree_map(filled(value), inputs), pytree.tree_map(filled(abs(value) <= 1), targets))
+    inputs, targets = synthetic(example, 1, generator, device)
+    yield "a label that the model does not know", (inputs, pytree.tree_map(_unknown, targets))
+
+
+def _unknown(leaf: Any) -> Any:
+    """A whole number for which a loss raises: so must nothing for the other records."""
+    whole = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
+    return torch.full_like(leaf, 10**6) if whole else leaf
 
 
 class _EqualDirections(Directions):

@@ -15,15 +15,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from dpulr import validate
 from dpulr.accounting.events import GaussianRelease
 from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, WorstCase
 from dpulr.mechanisms.chunks import Chunks
-from dpulr.model.batches import call_on_copy, count, row
 from dpulr.model.forward import Forward
-from dpulr.model.rescue import each_alone, together_or_apart, without_raising
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -127,38 +124,12 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
         """(records,): central differences of each record's loss along z."""
         radius = self.settings.radius
         plus, minus = (
-            self.losses({name: torch.add(p, z[name], alpha=way) for name, p in self.parameters.items()}, inputs, targets)
+            self.forward.losses_with(
+                {name: torch.add(p, z[name], alpha=way) for name, p in self.parameters.items()}, inputs, targets
+            )
             for way in (radius, -radius)
         )
         return (plus - minus) / (2 * radius)
-
-    def losses(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-        """One loss per record with these weights; NaN for a record whose pass raises."""
-
-        losses = torch.full((count(targets),), math.nan, dtype=self.forward.dtype, device=self.forward.device)
-
-        def one(i: int) -> None:
-            losses[i] = self._pass(weights, *row((inputs, targets), i))[0]
-
-        def apart() -> Tensor:
-            def others(raised: list[int]) -> Tensor:
-                found = self._pass(weights, *self.forward.filled(inputs, targets, raised))
-                found[raised] = math.nan
-                return found
-
-            joint = without_raising(range(len(losses)), one, others)
-            return losses if joint is None else joint
-
-        if self.forward.recordwise:
-            each_alone(range(len(losses)), one)
-            return losses
-        return together_or_apart(lambda: self._pass(weights, inputs, targets), apart, alive=lambda: self.forward.check_alive([0]))
-
-    def _pass(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-        def model(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(self.forward.model, weights, args, kwargs)
-
-        return self.forward.loss_fn(call_on_copy(model, inputs), targets)
 
     def clipped(self, slopes: Tensor) -> Tensor:
         """(records, repeats) slopes, each record scaled to the bound. What is not finite becomes zero."""

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from dpulr.model.batches import copied, count, join, replaced, row
+from dpulr.model.batches import call_on_copy, copied, count, join, replaced, row
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.rescue import each_alone, together_or_apart, without_raising
@@ -181,6 +182,34 @@ class Forward:
             for shift in also:
                 shift.delta[r, i] = 0
         return move._replace(moved=moved, also=also)
+
+    def losses_with(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
+        """One loss per record with these parameters, by name; NaN for a record whose pass raises."""
+        losses = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
+
+        def run(inputs: Any, targets: Any) -> Tensor:
+            def model(*args: Any, **kwargs: Any) -> Any:
+                return functional_call(self.model, weights, args, kwargs)
+
+            found: Tensor = self.loss_fn(call_on_copy(model, inputs), targets)
+            return found
+
+        def one(i: int) -> None:
+            losses[i] = run(*row((inputs, targets), i))[0]
+
+        def others(raised: list[int]) -> Tensor:
+            found = run(*self.filled(inputs, targets, raised))
+            found[raised] = math.nan
+            return found
+
+        def apart() -> Tensor:
+            joint = without_raising(range(len(losses)), one, others)
+            return losses if joint is None else joint
+
+        if self.recordwise:
+            each_alone(range(len(losses)), one)
+            return losses
+        return together_or_apart(lambda: run(inputs, targets), apart, alive=lambda: self.check_alive([0]))
 
     def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(repeats, records) losses with every site shifted in one pass, and the inputs that the sites saw (0 where it raised)."""
