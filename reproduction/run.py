@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dpulr import mechanisms
 from dpulr.runs.settings import Settings
 
-Loop = Literal["dpulr", "opacus", "paper"]
+Loop = Literal["dpulr", "opacus", "paper", "beyond"]
 Progress = Callable[[float], None]
 Result = dict[str, Any]
 
@@ -78,6 +78,8 @@ class Run:
     @property
     def file(self) -> str:
         """Where its result is kept."""
+        if self.loop == "beyond":
+            return "beyond.json"
         if self.settings.holdout:
             return "held-out.json"
         return "paper.json" if self.loop == "paper" else "certified.json"
@@ -117,6 +119,10 @@ class Run:
             from reproduction import paper_runs
 
             numbers = paper_runs.train(self.settings, progress)
+        elif self.loop == "beyond":
+            from reproduction import beyond
+
+            numbers = beyond.train(self.settings, progress)
         else:
             from dpulr.runs import training
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dpulr.model.black_box import BlackBox
     from dpulr.model.weights import class_weights
     from dpulr.paper.mechanism import Paper
+    from dpulr.runs.tuning import tune
     from dpulr.scores import evaluate
 
 __version__ = "0.2.0.dev0"
@@ -41,6 +42,7 @@ _HOME = {
     "models": "dpulr.models",
     "runs": "dpulr.runs",
     "sklearn": "dpulr.sklearn",
+    "tune": "dpulr.runs.tuning",
 }
 __all__ = [
     "BlackBox",
@@ -62,6 +64,7 @@ __all__ = [
     "models",
     "runs",
     "sklearn",
+    "tune",
 ]
 
 
@@ -69,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'dpulr' has no attribute {name!r}")
     home = import_module(_HOME[name])
-    return home if name[0].islower() and name not in ("class_weights", "evaluate") else getattr(home, name)
+    return home if name[0].islower() and name not in ("class_weights", "evaluate", "tune") else getattr(home, name)
 
 
 def __dir__() -> list[str]:

@@ -45,10 +45,10 @@ class HeldOut:
     def noisy_accuracy(self, epsilon: float) -> float:
         """0 to 1. Noise may lead outside; what lies outside is moved to the end."""
         validate.positive("epsilon", epsilon)
-        noisy = self._right_answers() + discrete_laplace(Fraction(math.ceil(_GRID / epsilon), _GRID))
+        noisy = self.right_answers() + discrete_laplace(Fraction(math.ceil(_GRID / epsilon), _GRID))
         return min(1.0, max(0.0, noisy / self._records.size))
 
-    def _right_answers(self) -> int:
+    def right_answers(self) -> int:
         """A record that can't be read, or whose pass raises, is a wrong answer, without a word."""
         right = 0
         with evaluating(self._model), torch.inference_mode(), warnings.catch_warnings(action="ignore"):

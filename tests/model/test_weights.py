@@ -101,6 +101,17 @@ def test_the_paper_s_mechanism_does_not_weigh() -> None:
         engine(mlp(), points(), mechanism="paper", weights=dpulr.class_weights([1, 2, 3]), rejection_threshold=5)
 
 
+@pytest.mark.parametrize(("most", "refused"), [(1, False), (2, True)])
+def test_a_person_s_records_are_not_weighed(most: int, refused: bool) -> None:
+    """A person is bounded by the mean over all records: with weights 0 and 1, opposite gradients would no longer cancel."""
+    options = {"unit": [i // 2 for i in range(40)], "max_per_person": most, "weights": dpulr.class_weights([1, 2, 3])}
+    if not refused:
+        engine(mlp(), points(), mechanism="gradient", **options)
+        return
+    with pytest.raises(InvalidArgument, match="max_per_person=1"):
+        engine(mlp(), points(), mechanism="gradient", **options)
+
+
 # --- weights of a loss ------------------------------------------------------------------------------------------------------
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 10.0, 100.0]), reduction="none")
 

@@ -138,6 +138,11 @@ class DiskLedger(accounting.Ledger):
         counts = Counter(self._order[:steps])
         return [Charge(self._events[index], count) for index, count in counts.items()]
 
+    @property
+    def last(self) -> SampledStep | Unaccounted | None:
+        """What was charged last."""
+        return self._events[self._order[-1]] if self._order else None
+
     def record_resume(self, *, budget: float | None, planned_steps: int) -> None:
         """Record that the run goes on, towards how many steps, and under which budget. A budget is only ever raised."""
         if budget != self.budget and (budget is None or self.budget is None or budget < self.budget):

@@ -14,6 +14,7 @@ from dpulr.cli.plan import plan
 from dpulr.cli.report import report
 from dpulr.cli.resume import resume
 from dpulr.cli.train import train
+from dpulr.cli.tune import tune
 
 app = typer.Typer(
     name="dpulr",
@@ -40,6 +41,6 @@ def _common(
         raise typer.Exit(USAGE)
 
 
-for command in (train, resume, plan, audit, report, evaluate):
+for command in (train, resume, plan, tune, audit, report, evaluate):
     app.command()(command)
 app.add_typer(data, name="data")

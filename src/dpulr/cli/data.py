@@ -40,6 +40,7 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
 def check(
     name: Annotated[str, typer.Argument(help="Name of the data set, or package.module:function returning (train, test).")],
     model: Annotated[str | None, typer.Option(help="A model, whose outputs the labels are compared with.")] = None,
+    unit: Annotated[str | None, typer.Option(help="The column that names the person, or package.module:function.")] = None,
     schema: Annotated[str | None, typer.Option(help="csv: and parquet: the schema.")] = None,
     label: Annotated[str | None, typer.Option(help="csv: and parquet: the column to predict.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -49,17 +50,17 @@ def check(
     UNPROTECTED: what it prints comes from the records themselves. It is for the owner of the data.
     """
     from dpulr.data import checking
-    from dpulr.runs.loading import load_data, make_model
+    from dpulr.runs.loading import load_data, make_model, make_unit
     from dpulr.runs.settings import Settings
 
-    settings = Settings(dataset=name, model=model or "auto", schema=schema, label=label)
+    settings = Settings(dataset=name, model=model or "auto", schema=schema, label=label, unit=unit)
     parts: dict[str, dict[str, Any]] = {}
     for part, dataset in zip(("train", "test"), load_data(settings), strict=True):
         if dataset is None:
             continue
         records = checking.open_records(dataset)
         classes = None if model is None else checking.outputs_of(make_model(settings), records)
-        findings = checking.check(dataset, records.schema, classes)
+        findings = checking.check(dataset, records.schema, classes, make_unit(settings) if part == "train" else None)
         parts[part] = {"records": records.size, "schema": str(records.schema), "findings": findings}
     if as_json:
         for about in parts.values():

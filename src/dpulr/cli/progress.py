@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -26,6 +28,18 @@ def make_view(*, as_json: bool) -> PlainView:
     if as_json:
         return JsonView()
     return LiveView() if sys.stdout.isatty() else PlainView()
+
+
+@contextmanager
+def logged(view: PlainView, names: Sequence[str] | None, folder: Path) -> Iterator[Any]:
+    """The view, entered; and what is public also goes to these loggers."""
+    with view:
+        if not names or rank() > 0:
+            yield view
+            return
+        from dpulr.integrations.loggers import Logged, makers_of
+
+        yield Logged(view, makers_of(names, folder))
 
 
 class PlainView:

@@ -22,9 +22,10 @@ from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import count
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
+from dpulr.model.people import People
 from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
 from dpulr.plan import Plan, Request, certified_plan
-from dpulr.randomness import Directions
+from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
 
 if TYPE_CHECKING:
     from dpulr.mechanisms.scales import Scales
@@ -71,6 +72,10 @@ class Mechanism(ABC):
     space: Space = "auto"
     shares_parameters: ClassVar[bool] = False
     """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
+    bounds_people: ClassVar[bool] = False
+    """Whether it has `sum_over_people`, which bounds what all records of a person add together."""
+    calls_again: ClassVar[bool] = False
+    """Whether a linear layer or convolution may be called several times, and is moved in all of its calls."""
     takes_weights: ClassVar[bool] = False
     """Whether records' weights (`Forward.weighed`) act on their signals."""
 
@@ -78,6 +83,9 @@ class Mechanism(ABC):
     def keeps_sizes(self) -> bool:
         """Whether a record whose loss is multiplied by a number can add more, or less, for that."""
         return True
+
+    uses_sites: ClassVar[bool] = True
+    """Whether layers are moved one by one. If not, the model is run and checked as a whole, and no layer has to be known."""
 
     @abstractmethod
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> Release:
@@ -89,6 +97,15 @@ class Mechanism(ABC):
 
     def settled(self, forward: Forward) -> Mechanism:
         """The same settings with what they leave to the model filled in. It is tried on synthetic records: nothing private."""
+        return self
+
+    def for_people(self, most: int) -> Mechanism:
+        """The same settings for people, who take part in a step with at most so many records."""
+        if most > 1 and not self.bounds_people:
+            raise InvalidArgument(
+                f"{self.name} bounds single records, not all of a person's: use max_per_person=1 (one record of each person and "
+                "step, chosen at random)."
+            )
         return self
 
     def notes(self, forward: Forward) -> list[str]:
@@ -119,6 +136,15 @@ class FittedMechanism(ABC, Generic[Public]):
     """Processes that each add a share of the noise to a sum of their own. The release is then the sum of what they privatise."""
 
     @property
+    def streams(self) -> list[list[int]]:
+        """Groups of sites whose gradients can be made one group after the other; one group, where that saves nothing."""
+        return []
+
+    def noise(self, source: RandomSource) -> GaussianNoise | LaplaceNoise:
+        """Where `privatise` gets its noise from."""
+        return source.noise(self.size)
+
+    @property
     def part_sizes(self) -> list[int]:
         """How many numbers of the release belong to each site; all of them to one, where there are no parts."""
         return [self.size]
@@ -130,6 +156,10 @@ class FittedMechanism(ABC, Generic[Public]):
     @abstractmethod
     def sum_of_bounded_signals(self, batch: Batch, public: Public, directions: Directions) -> Any:
         """The sum over the batch of the records' signals, each within its bound."""
+
+    def sum_over_people(self, batch: Batch, people: People, public: Public, directions: Directions) -> Any:
+        """The same where people are protected: what all records of a person add is within the bound of one record."""
+        raise InvalidArgument(f"{type(self).__name__} bounds single records, not people.")
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs beside the weights: public numbers, as JSON can hold them."""
@@ -184,7 +214,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
         self.sites = [site.within(subspace) for site in forward.sites] if sites is None else list(sites)
         self.noise_std, self.divisor = noise_std, plan.expected_batch_size
-        self.precise = plan.expected_batch_size > PRECISE_ABOVE
+        self.precise = plan.expected_batch_size * plan.per_person > PRECISE_ABOVE
         self.size = sum(self.part_sizes)
         self.chunks = Chunks(forward, self.sites, self.size, memory_limit)
         self._bases = PublicBases(self.sites, torch.Generator().manual_seed(seed), self.dtype, self.device)
@@ -197,11 +227,17 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         return self._bases.draw()
 
     def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Any:
+        return self._sum(batch, None, public, directions)
+
+    def sum_over_people(self, batch: Batch, people: People, public: Bases, directions: Directions) -> Any:
+        return self._sum(batch, people, public, directions)
+
+    def _sum(self, batch: Batch, people: People | None, public: Bases, directions: Directions) -> Any:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
-        for chunk in self.chunks.records(batch):
-            least = 0 if self.forward.recordwise else self.chunks.least
-            directions.expect(self.draws(max(count(chunk[1]), least)))
-            for clean in self.forward.clean(*chunk, self.backward_to, least=least):
+        for chunk, own in self.chunks.people(batch, people):
+            least = self.chunks.least if own is None and not self.forward.recordwise else 0
+            directions.expect(self.draws(max(count(chunk[1]), least)) if own is None else [])
+            for clean in self.forward.clean(*chunk, self.backward_to, own, least=least):
                 if self.precise or clean.records > SUMMED_TOGETHER:
                     self.add(clean, public, directions, self.parts(total))
                 else:

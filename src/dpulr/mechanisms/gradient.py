@@ -59,6 +59,7 @@ class Gradient(Mechanism):
     takes_weights: ClassVar[bool] = True
     space: ClassVar[Space] = "known-output"  # type: ignore[misc]
     shares_parameters: ClassVar[bool] = True
+    bounds_people: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.max_grad_norm, str):
@@ -79,6 +80,11 @@ class Gradient(Mechanism):
         if votes:  # two Gaussian parts are one, with the root of the sum of squared shifts
             noise_multiplier = 1 / math.hypot(1 / noise_multiplier, 1 / noise_of_votes(noise_multiplier))
         return GaussianRelease(noise_multiplier, mechanism=self.name, numbers=numbers + votes)
+
+    def for_people(self, most: int) -> Gradient:
+        if most > 1 and self.max_grad_norm == "adaptive":
+            raise InvalidArgument("max_grad_norm='adaptive' counts records, and a person may have several: use max_per_person=1.")
+        return self
 
     def votes(self, sites: Sequence[Site]) -> int:
         """How many bounds follow the records."""

@@ -6,7 +6,7 @@ A record whose pass raises gets NaN, and the others what they would have got wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from dpulr.model.batches import call_on_copy, copied, count, join, replaced, row
+from dpulr.model.batches import call_on_copy, copied, count, join, replaced, row, rows
 from dpulr.model.equal_rows import EqualRows
+from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Passes, Shift
+from dpulr.model.people import People
 from dpulr.model.rescue import each_alone, together_or_apart, without_raising
+from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Site
 from dpulr.model.weights import RecordWeights, WeightFunction
 from dpulr.model.whole_passes import RecordwisePasses
@@ -73,8 +76,11 @@ class Forward:
             for module, training in changed:
                 module.training = not training
 
-    def clean(self, inputs: Any, targets: Any, backward_to: Sequence[int] = (), *, least: int = 0) -> list[Clean]:
-        """Clean passes over the records for which they don't raise: one for all; or one per record, where no joint pass succeeds.
+    def clean(
+        self, inputs: Any, targets: Any, backward_to: Sequence[int] = (), people: People | None = None, *, least: int = 0
+    ) -> list[Clean]:
+        """Clean passes over the records for which they don't raise: one for all; or one per record (or person), where no joint
+        pass succeeds.
 
         A model that reads values sees one record at a time anyway: what it does with one says nothing about the next.
         `backward_to` are layers at whose outputs the gradient is wanted (`slopes`). A pass of fewer than `least` records is filled
@@ -85,10 +91,13 @@ class Forward:
         if spare:
             inputs, targets = join([(inputs, targets), *[row(self.probe, 0)] * len(spare)])
 
-        def run(inputs: Any, targets: Any) -> Clean:
+        def run(batch: tuple[Any, Any], people: People | None) -> Clean:
             if not backward_to:
-                return self.passes.clean(inputs, targets)
-            clean, slopes = self.differentiated((inputs, targets), backward_to)
+                clean = self.passes.clean(*batch)
+                clean.people = people
+                return clean
+            clean, slopes = self.differentiated(batch, backward_to)
+            clean.people = people
             clean.slopes = [
                 torch.zeros_like(clean.calls[i].output) if slope is None else slope
                 for i, slope in zip(backward_to, slopes, strict=True)
@@ -97,14 +106,20 @@ class Forward:
 
         def apart() -> list[Clean]:
             found: list[Clean] = []
-            each_alone(range(records), lambda i: found.append(run(*row((inputs, targets), i))))
+            if people is None:
+                each_alone(range(records), lambda i: found.append(run(row((inputs, targets), i), None)))
+                return found
+            own = (people.part(i, i + 1) for i in range(people.count))
+            each_alone(own, lambda part: found.append(run(rows((inputs, targets), *part[1:]), part[0])))
             return found
 
         def others() -> list[Clean]:
+            if people is not None:
+                return apart()
             clean = without_raising(
                 range(records),
-                lambda i: run(*row((inputs, targets), i)),
-                lambda raised: run(*self.filled(inputs, targets, raised)).leave_out([*raised, *spare]),
+                lambda i: run(row((inputs, targets), i), None),
+                lambda raised: run(self.filled(inputs, targets, raised), None).leave_out([*raised, *spare]),
             )
             return apart() if clean is None else [clean]
 
@@ -113,7 +128,7 @@ class Forward:
             if not alone and records:
                 self.check_alive([0])
             return alone
-        return together_or_apart(lambda: [run(inputs, targets).leave_out(spare)], others, lambda: self.check_alive([0]))
+        return together_or_apart(lambda: [run((inputs, targets), people).leave_out(spare)], others, lambda: self.check_alive([0]))
 
     def filled(self, inputs: Any, targets: Any, absent: Sequence[int]) -> tuple[Any, Any]:
         """The batch with a synthetic record in these places."""
@@ -139,9 +154,16 @@ class Forward:
             found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
         return {p: torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)}
 
+    def calls(self, clean: Clean) -> list[Call]:
+        """The call of each site; all calls of a layer that is called again, as one."""
+        return [
+            site.joint([clean.calls[i] for i in members]) if isinstance(site, RepeatedSite) else clean.calls[members[0]]
+            for site, members in zip(self.sites, self.uses, strict=True)
+        ]
+
     def losses(self, clean: Clean, index: int, moved: Tensor) -> Tensor:
         """(repeats, records) losses when the output of one site is `moved` (repeats, records, *out)."""
-        return self.all_losses(clean, [Move(index, moved)])[0]
+        return self.all_losses(clean, [Move(self.uses[index][0], moved)])[0]
 
     def all_losses(self, clean: Clean, moves: Sequence[Move]) -> Tensor:
         """(moves, repeats, records) losses, one move at a time; all have as many repeats. Non-finite ones stay so."""
@@ -184,8 +206,7 @@ class Forward:
         return move._replace(moved=moved, also=also)
 
     def losses_with(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-        """One loss per record with these parameters, by name; NaN for a record whose pass raises."""
-        losses = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
+        """One loss per record with these parameters, by name; NaN for a record whose pass raises. For mechanisms from outside."""
 
         def run(inputs: Any, targets: Any) -> Tensor:
             def model(*args: Any, **kwargs: Any) -> Any:
@@ -193,6 +214,14 @@ class Forward:
 
             found: Tensor = self.loss_fn(call_on_copy(model, inputs), targets)
             return found
+
+        return self.loss_of_each(run, inputs, targets, alone=self.recordwise, alive=lambda: self.check_alive([0]))
+
+    def loss_of_each(
+        self, run: Callable[[Any, Any], Tensor], inputs: Any, targets: Any, *, alone: bool, alive: Callable[[], None]
+    ) -> Tensor:
+        """`run(inputs, targets)`, one loss per record; NaN for a record for which it raises. `alone`: one record at a time."""
+        losses = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
 
         def one(i: int) -> None:
             losses[i] = run(*row((inputs, targets), i))[0]
@@ -206,10 +235,10 @@ class Forward:
             joint = without_raising(range(len(losses)), one, others)
             return losses if joint is None else joint
 
-        if self.recordwise:
+        if alone:
             each_alone(range(len(losses)), one)
             return losses
-        return together_or_apart(lambda: run(inputs, targets), apart, alive=lambda: self.check_alive([0]))
+        return together_or_apart(lambda: run(inputs, targets), apart, alive)
 
     def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(repeats, records) losses with every site shifted in one pass, and the inputs that the sites saw (0 where it raised)."""
@@ -249,9 +278,30 @@ class Forward:
 
     def check_alive(self, indices: Sequence[int]) -> None:
         """A black box that is down raises on synthetic inputs, too. That says nothing about a record, so that error may be seen."""
-        clean = self.passes.clean(*self.probe)
-        self.passes.losses(clean, [Move(index, clean.calls[index].output.unsqueeze(0)) for index in indices])
+        clean = self.passes.clean(*row(self.probe, 0))
+        if indices:
+            self.passes.losses(clean, [Move(index, clean.calls[index].output.unsqueeze(0)) for index in indices])
 
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, site by site."""
         return [parameter for site in self.sites for parameter in site.parameters.values()]
+
+
+def sum_of_vectors(forward: Forward, vectors: Callable[[Any], Tensor], batch: tuple[Any, Any], longest: float, size: int) -> Tensor:
+    """The sum over records of vectors (records, size), each shortened to `longest`; 0 where that raises, or gives no number."""
+
+    def apart() -> Tensor:
+        found = torch.zeros(count(batch[1]), size, dtype=torch.float64, device=forward.device)
+
+        def one(i: int) -> None:
+            found[i] = vectors(row(batch, i))[0]
+
+        each_alone(range(len(found)), one)
+        return found
+
+    together = apart if forward.recordwise else lambda: vectors(batch)
+    found = together_or_apart(together, apart, lambda: forward.check_alive([0])).double()
+    found = torch.where(torch.isfinite(found).all(1, keepdim=True), found, 0)
+    lengths = torch.linalg.vector_norm(found, dim=1, keepdim=True)
+    total: Tensor = (found * (longest / lengths.clamp_min(longest))).sum(0)
+    return total

@@ -22,6 +22,7 @@ from dpulr.runs import checkpoint
 from dpulr.runs.folder import open_config
 from dpulr.runs.settings import Settings
 from dpulr.scores import Scores, score
+from dpulr.temperature import tempered
 from dpulr.user_code import named, user_module
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": models.mlp, "resnet5": models.resnet5}
@@ -113,6 +114,11 @@ def make_mechanism(settings: Settings) -> Mechanism:
         raise UsageError(str(problem)) from problem
 
 
+def make_unit(settings: Settings) -> str | Callable[[Any], Any] | None:
+    """Who a record belongs to: the name of a column, or a function of a record."""
+    return settings.unit if settings.unit is None or ":" not in settings.unit else users_function(settings.unit)
+
+
 def _call(path: str, offered: Mapping[str, Any]) -> Any:
     """Call package.module:function with those of the offered arguments that it takes."""
     function = users_function(path)
@@ -134,14 +140,17 @@ def users_function(path: str) -> Callable[..., Any]:
 
 # --- a run's model ------------------------------------------------------------------------------------------------------
 class TrainedModel:
-    """Call it with inputs as a numpy array, scaled as the data set is; it returns one row of scores per record."""
+    """Call it with inputs as a numpy array, scaled as the data set is; it returns one row of scores per record.
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.model, self.settings = model.eval(), settings
+    The scores are the model's outputs over the run's `temperature`, which is 1 where none was fitted.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, temperature: float = 1.0) -> None:
+        self.model, self.settings, self.temperature = model.eval(), settings, temperature
 
     def __call__(self, inputs: Any) -> np.ndarray:
         with torch.inference_mode():
-            return np.asarray(self.model(torch.as_tensor(np.asarray(inputs))))
+            return np.asarray(tempered(self.model, self.temperature)(torch.as_tensor(np.asarray(inputs))))
 
     def classes(self, inputs: Any) -> np.ndarray:
         """The class with the highest score, for each record."""
@@ -152,7 +161,7 @@ class TrainedModel:
         settings = self.settings if dataset is None else replace(self.settings, dataset=dataset, holdout=0)
         _, test = load_data(settings)
         try:
-            return score(self.model, test)
+            return score(tempered(self.model, self.temperature), test)
         except (RuntimeError, ValueError) as problem:
             raise UsageError(f"the model does not fit the data set {settings.dataset}: {problem}") from problem
 
@@ -164,5 +173,5 @@ def load(run: Path | str) -> TrainedModel:
     if not any((folder / name).exists() for name in (checkpoint.MODEL, checkpoint.CHECKPOINT)):
         raise RunError(f"{folder} has no model yet.")
     model = make_model(settings)
-    checkpoint.load_model(folder, model)
-    return TrainedModel(model, settings)
+    about = checkpoint.load_model(folder, model)
+    return TrainedModel(model, settings, float(about.get("temperature", 1.0)))

@@ -85,6 +85,9 @@ class Settings:
     )
     device: str = _option("cpu", "Where the model is and the passes run: cpu, cuda, mps, ...")
     schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
+    temperature: float | None = _option(
+        None, "Share of the budget for a temperature of the outputs, fitted after the last step: such as 0.02.", validate.fraction
+    )
     holdout: int = _option(
         0, "Test on the last n training records. They count as public, unless --evaluation-epsilon is given.", _at_least(0)
     )
@@ -94,6 +97,10 @@ class Settings:
     sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.", _word("poisson", "shuffle"))
     rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.", _threshold)
     min_dataset_size: int | None = _option(None, "Public lower bound on the size of the data set, for rejection.", _at_least(1))
+    unit: str | None = _option(
+        None, "Protect people rather than records: the column that names the person, or package.module:function of a record."
+    )
+    max_per_person: int = _option(8, "With --unit: the most records of a person in a step, chosen at random.", _at_least(1))
     seed: int = _option(0, "Public randomness only: initial weights, subspaces.", _at_least(0))
     insecure_noise_seed: int | None = _option(None, "Repeatable noise, for tests: voids the guarantee.", _at_least(0))
     evaluations: int = _option(
@@ -109,7 +116,11 @@ class Settings:
             if value is not None and item.metadata.get("check") is not None:
                 item.metadata["check"](item.name, value)
             object.__setattr__(self, item.name, value)
-        if self.target_epsilon is not None and (self.evaluation_epsilon or 0.0) >= self.target_epsilon:
+        if self.temperature is not None and self.target_epsilon is None:
+            raise UsageError("temperature is a share of the budget: give target_epsilon, too.")
+        if self.target_epsilon is not None and (self.evaluation_epsilon or 0) >= self.target_epsilon * (
+            1 - (self.temperature or 0)
+        ):
             raise UsageError(
                 f"evaluation_epsilon is {self.evaluation_epsilon:g}; it is a share of target_epsilon, {self.target_epsilon:g}, "
                 "so it must be smaller."
@@ -222,6 +233,11 @@ def _table(value: object) -> Mapping[str, Any]:
 def keys_of(sets: Iterable[str]) -> list[str]:
     """The settings that `key=value` pairs name."""
     return [name for name, _ in map(_pair, sets)]
+
+
+def pairs_of(sets: Iterable[str]) -> list[tuple[str, Any]]:
+    """Names and values of `key=value` pairs."""
+    return [_pair(text) for text in sets]
 
 
 def _pair(text: str) -> tuple[str, Any]:

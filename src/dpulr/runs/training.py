@@ -18,8 +18,9 @@ from dpulr.accounting.events import Release
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import UsageError
 from dpulr.runs.evaluation import make_evaluation, make_loss, make_optimizer
-from dpulr.runs.loading import load_data, make_mechanism, make_model
+from dpulr.runs.loading import load_data, make_mechanism, make_model, make_unit
 from dpulr.runs.settings import Settings
+from dpulr.temperature import check_classifier, fit_temperature, tempered
 
 Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
 
@@ -53,7 +54,28 @@ class Training:
             min_dataset_size=settings.min_dataset_size,
             seed=settings.seed + 1_000_003 * round,
             insecure_noise_seed=settings.insecure_noise_seed,
+            unit=make_unit(settings),
+            max_per_person=settings.max_per_person,
         )
+        if settings.temperature is not None:
+            self._check_temperature()
+
+    def _check_temperature(self) -> None:
+        """Before anything is charged."""
+        if self.engine.ranks.size > 1:
+            raise UsageError("a temperature is fitted by one process: leave out --temperature, or train on one.")
+        check_classifier(self.engine)
+
+    @property
+    def planned_charges(self) -> int:
+        """The planned steps, and one for the temperature."""
+        return self.engine.planned_steps + (self.settings.temperature is not None)
+
+    def fit_temperature(self) -> float:
+        """What the outputs of the trained model are to be divided by."""
+        budget = _share_of_training(replace(self.settings, temperature=None))
+        assert budget is not None
+        return fit_temperature(self.engine, target_epsilon=budget)
 
     def learning_rate(self) -> float:
         """That of the next step."""
@@ -82,6 +104,7 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         if progress is not None:
             progress(engine.steps_taken, engine.planned_steps, model)
     seconds, processor = time.perf_counter() - ready, time.process_time() - processor
+    temperature = 1.0 if settings.temperature is None else training.fit_temperature()
     spent = engine.privacy_spent()
     return {
         "settings": settings.to_dict(),
@@ -90,9 +113,10 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         "delta": spent.delta,
         "statement": str(spent),
         "steps": engine.steps_taken,
+        "temperature": temperature,
         "sample_rate": engine.sample_rate,
         "noise_multiplier": engine.noise_multiplier,
-        **make_evaluation(settings, test, engine.ledger).figures(model),
+        **make_evaluation(settings, test, engine.ledger).figures(tempered(model, temperature)),
         "setup_seconds": round(ready - started, 2),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(processor, 2),
@@ -102,10 +126,10 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
 
 
 def _share_of_training(settings: Settings) -> float | None:
-    """What noisy evaluations leave of the budget. Their epsilon is pure, so the two add up (docs/theory.md)."""
-    if settings.target_epsilon is None or settings.evaluation_epsilon is None:
-        return settings.target_epsilon
-    return settings.target_epsilon - settings.evaluation_epsilon
+    """What noisy evaluations and a temperature leave of the budget. Epsilon of the former is pure: it adds up (docs/theory.md)."""
+    if settings.target_epsilon is None:
+        return None
+    return settings.target_epsilon * (1 - (settings.temperature or 0.0)) - (settings.evaluation_epsilon or 0.0)
 
 
 def _device(settings: Settings) -> torch.device:
@@ -120,7 +144,14 @@ def _device(settings: Settings) -> torch.device:
 def release_of(settings: Settings, train: Dataset[Any]) -> Callable[[float], Release]:
     """What a step of these settings releases, for a given noise: as training makes it, with the model's own layers."""
     probe = replace(
-        settings, batch_size=1, steps=1, target_epsilon=None, noise_multiplier=1.0, rejection_threshold=0, sampling="poisson"
+        settings,
+        batch_size=1,
+        steps=1,
+        target_epsilon=None,
+        noise_multiplier=1.0,
+        rejection_threshold=0,
+        sampling="poisson",
+        temperature=None,
     )
     engine = Training(probe, train, make_model(settings)).engine
     return partial(engine.mechanism.release, engine.forward.sites)

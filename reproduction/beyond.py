@@ -1,0 +1,178 @@
+"""Networks that backpropagation can't train: every mechanism on each, at the same epsilon and with about as many forward passes.
+
+MNIST and Fashion-MNIST, epsilon 3, delta 1e-5. Each mechanism is tried with the learning rates of RATES for 2 epochs on the last
+10,000 training records with seed 0; with its best rate it is run with all seeds on the test set. Choosing rates is not covered by
+epsilon.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dpulr.runs import loading, training
+from dpulr.runs.settings import Settings
+from reproduction.certified import accuracy
+from reproduction.pages import table
+from reproduction.results_file import found, mean_and_spread
+from reproduction.run import Progress, Result, Run
+
+RATES, TRIAL_EPOCHS, SEEDS = (0.25, 0.5, 1.0, 2.0), 2, 3
+HIDDEN, HYBRID, GAUSSIAN, ZEROTH, STAND_IN = "hidden-direction", "hybrid", "gaussian", "zeroth-order", "stand-in"
+NAMES = {
+    HIDDEN: "hidden-direction",
+    HYBRID: "hidden-direction, exact behind the last step",
+    GAUSSIAN: "gaussian",
+    ZEROTH: "zeroth-order",
+    STAND_IN: "DP-SGD with a surrogate or straight-through gradient",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model on a data set. `stand_in` is the same model with slopes that it does not have; None: nobody would try that."""
+
+    about: str
+    model: str
+    repeats: int
+    epochs: int
+    stand_in: str | None = None
+    dataset: str = "mnist"
+    loss: str = "auto"
+    methods: tuple[str, ...] = (HIDDEN, HYBRID, GAUSSIAN, ZEROTH, STAND_IN)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_SPIKING = Row("leaky integrate-and-fire, 128 neurons, 10 time steps", "spiking", 8, 8, "spiking_surrogate")
+_BINARISED = Row("MLP with 256 signs", "binarised", 8, 8, "straight_through")
+ROWS = {
+    "spiking": _SPIKING,
+    "binarised": _BINARISED,
+    "zero-one": Row("MLP, 0-1 loss", "reproduction.beyond:small", 8, 8, loss="zero-one", methods=(HIDDEN, ZEROTH)),
+    "boxed": Row("an ONNX box between two layers", "boxed", 4, 3, methods=(HIDDEN, HYBRID, ZEROTH)),
+    "unboxed": Row("the same in torch", "unboxed", 4, 3, methods=(HIDDEN,)),
+    "fashion-spiking": replace(_SPIKING, dataset="fashion-mnist"),
+    "fashion-binarised": replace(_BINARISED, dataset="fashion-mnist"),
+}
+
+
+def small(seed: int) -> torch.nn.Module:
+    from dpulr import models
+
+    return models.mlp((784, 64, 10), seed=seed)
+
+
+def run(label: str, method: str, rate: float, seed: int, *, trial: bool = False) -> Run:
+    row = ROWS[label]
+    options: dict[str, Any] = dict(row.options)
+    repeats: int | None = row.repeats
+    if method in (HIDDEN, HYBRID):
+        options |= {"radius": "auto"} | ({"exact": "auto"} if method == HYBRID else {})
+    elif method == GAUSSIAN:
+        options |= {"estimator": "baseline", "sigma": 1.0, "subspace": 16}
+    elif method == ZEROTH:  # two whole passes per direction, where the others have one from each of two layers
+        options |= {"radius": 1e-2}
+    else:
+        repeats = None
+    model = row.stand_in or row.model if method == STAND_IN else row.model
+    return Run(
+        Settings(
+            dataset=row.dataset,
+            model=model if ":" in model else f"reproduction.unbackpropagated:{model}",
+            mechanism={HYBRID: HIDDEN, STAND_IN: "gradient"}.get(method, method),
+            repeats=repeats,
+            batch_size=1_000,
+            epochs=TRIAL_EPOCHS if trial else row.epochs,
+            target_epsilon=3.0,
+            learning_rate=rate,
+            momentum=0.9,
+            loss=row.loss,
+            holdout=10_000 if trial else 0,
+            seed=seed,
+            mechanism_options=options,
+        ),
+        "beyond",
+    )
+
+
+def tried(label: str, method: str) -> list[Run]:
+    """What the learning rate is chosen by."""
+    return [run(label, method, rate, 0, trial=True) for rate in RATES]
+
+
+def best_rate(label: str, method: str) -> float | None:
+    results = found(tried(label, method))
+    return max(results, key=lambda result: result["test_accuracy"])["run"]["learning_rate"] if results else None
+
+
+def runs(label: str, method: str, seeds: int) -> list[Run]:
+    rate = best_rate(label, method)
+    return [] if rate is None else [run(label, method, rate, seed) for seed in range(seeds)]
+
+
+def stages(labels: Sequence[str], seeds: int) -> Iterator[list[Run]]:
+    """Row by row: the rates, then the runs. All rows with one seed before the next."""
+    for seed in range(seeds):
+        for label in labels:
+            for method in _methods(label):
+                if seed == 0:
+                    yield tried(label, method)
+                yield runs(label, method, seeds)[seed : seed + 1]
+
+
+def _methods(label: str) -> list[str]:
+    return [method for method in ROWS[label].methods if method != STAND_IN or ROWS[label].stand_in]
+
+
+def train(settings: Settings, progress: Progress) -> Result:
+    """A run, and beside it in the same process, what a plain forward pass of a batch takes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        numbers = training.train_and_evaluate(settings, lambda taken, planned, _: progress(taken / planned))
+    del numbers["settings"]
+    model, (data, _) = loading.make_model(settings), loading.load_data(settings)
+    batch = torch.stack([data[i][0] for i in range(settings.batch_size)])
+    with torch.inference_mode():
+        model(batch)
+        times = []
+        for _ in range(9):
+            started = time.process_time()
+            model(batch)
+            times.append(time.process_time() - started)
+    step, plain = numbers["cpu_seconds"] / numbers["steps"], sorted(times)[len(times) // 2]
+    return {**numbers, "step_seconds": round(step, 5), "plain_seconds": round(plain, 6)}
+
+
+# --- as Markdown ----------------------------------------------------------------------------------------------------------
+def markdown(labels: Sequence[str] = tuple(ROWS), seeds: int = SEEDS) -> str:
+    """The table, as far as it has been run: accuracy in per cent, and a step's time over that of a plain forward pass."""
+    lines = []
+    for label in labels:
+        row = ROWS[label]
+        for method in _methods(label):
+            results = found(runs(label, method, seeds))
+            rate = best_rate(label, method)
+            cells = [accuracy(results), "-" if rate is None else f"{rate:g}", _cost(results)]
+            lines.append([f"{row.about} ({row.dataset})", NAMES[method], *cells])
+    heads = ["model", "mechanism", "accuracy (%)", "learning rate", "step / plain pass"]
+    return f"{table(heads, lines)}\n\n{sentence(labels, seeds)}"
+
+
+def _cost(results: Sequence[Result]) -> str:
+    ratios = [result["step_seconds"] / result["plain_seconds"] for result in results]
+    return f"{sum(ratios) / len(ratios):.0f}" if ratios else "-"
+
+
+def sentence(labels: Sequence[str] = tuple(ROWS), seeds: int = SEEDS) -> str:
+    """In how many of the rows that have been run forward passes with hidden directions are ahead of zeroth-order."""
+    ahead = []
+    for label in labels:
+        scores = {m: mean_and_spread(results)[0] for m in _methods(label) if (results := found(runs(label, m, seeds)))}
+        if ZEROTH in scores and (HIDDEN in scores or HYBRID in scores):
+            ahead.append(max(scores.get(HIDDEN, 0.0), scores.get(HYBRID, 0.0)) > scores[ZEROTH])
+    return f"hidden-direction, or its hybrid, is ahead of zeroth-order in {sum(ahead)} of {len(ahead)} rows."
