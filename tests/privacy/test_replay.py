@@ -193,14 +193,14 @@ def test_a_mechanism_from_outside_is_not_certified_if_a_record_can_be_seen(mecha
 def promoting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Records as they were read at the reviewed commit: collated at once, by the data set's own way to fetch a batch."""
 
-    def take(records: Records, rows: np.ndarray) -> Any:
+    def read(records: Records, rows: np.ndarray) -> Any:
         fetch = getattr(records.dataset, "__getitems__", None)
         items = fetch(rows.tolist()) if fetch is not None else [records.dataset[int(row)] for row in rows]
         inputs, targets = default_collate(items)
-        return inputs, targets
+        return (inputs, targets), rows
 
     with monkeypatch.context() as patch:
-        patch.setattr(Records, "take", take)
+        patch.setattr(Records, "read", read)
         yield
 
 
@@ -278,14 +278,14 @@ def test_it_finds_what_is_printed_and_what_is_not_charged(monkeypatch: pytest.Mo
         compare(talking, data, neighbour)
     replay = Replay(dpulr.Gaussian(repeats=1), small_mlp(), data, loss_fn=LOSS)
     compare(replay, data, neighbour)
-    take = Records.take
+    read = Records.read
 
     def picky(records: Records, rows: np.ndarray) -> Any:
         if len(rows) > 5:
             raise OSError("patient 17")
-        return take(records, rows)
+        return read(records, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Records, "take", picky)
+        patch.setattr(Records, "read", picky)
         with pytest.raises(Leak, match="patient 17"):
             compare(replay, data, neighbour)
