@@ -28,7 +28,7 @@ def main(which: str, kind: str, batch: int) -> None:
     else:  # ten million parameters in one layer
         model = nn.Sequential(nn.Linear(3_200, 3_200), nn.GELU(), nn.Linear(3_200, 10))
         data = TensorDataset(torch.randn(2_000, 3_200), torch.randint(0, 10, (2_000,)))
-    make = plain if which == "plain" else ours(dpulr.HiddenDirection())
+    make = plain if which == "plain" else ours(dpulr.HiddenDirection(repeats=1))
     step = make(model, data, batch)
     before = peak()
     for _ in range(5):

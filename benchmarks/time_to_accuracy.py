@@ -74,18 +74,18 @@ def _our_steps(settings: Settings, train: Any, model: Any) -> Iterator[None]:
 
 
 def _other_steps(method: str, settings: Settings, train: Any, model: Any) -> Iterator[None]:
-    rate = settings.batch_size / len(train)
+    rate = settings.size / len(train)
     steps = steps_of(settings.epochs, rate)
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate, momentum=settings.momentum)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     if method == PLAIN:
-        each = plain_steps(model, optimizer, train, settings.batch_size)
+        each = plain_steps(model, optimizer, train, settings.size)
     else:
         assert settings.target_epsilon is not None
         noise = accounting.calibrate(
             target_epsilon=settings.target_epsilon, delta=settings.target_delta, sample_rate=rate, steps=steps
         )
-        each = private_steps(model, optimizer, train, batch_size=settings.batch_size, noise_multiplier=noise)
+        each = private_steps(model, optimizer, train, batch_size=settings.size, noise_multiplier=noise)
     yield
     for _ in range(steps):
         next(each)

@@ -84,7 +84,7 @@ def certified() -> Iterator[Setting]:
     yield step("gaussian, batches below 24 redrawn", "gaussian", **rejecting)
     yield step("hidden-direction, batches below 24 redrawn", "hidden-direction", **rejecting)
     model = {"model": canaries.perceptron(), "loss_fn": torch.nn.CrossEntropyLoss(reduction="none"), "records": canaries.digits()}
-    exact = HiddenDirection(last_layer="exact")
+    exact = HiddenDirection(repeats=1, last_layer="exact")
     yield step("hidden-direction, two layers, last one exact", exact, canary="mislabelled", trials=2_000, **model)
     hybrid = HiddenDirection(exact=("2",))
     yield step("hybrid: last layer by a backward pass", hybrid, canary="mislabelled", trials=2_000, **model)
@@ -116,7 +116,7 @@ def _hidden(step: Callable[..., Setting]) -> Iterator[Setting]:
             yield step(name, "hidden-direction", dim=dim, noise_multiplier=0.5, sample_rate=0.1, steps=steps, trials=ROWS // steps)
     variants = {
         "4 repeats": HiddenDirection(subspace=None, repeats=4),
-        "clipped differences": HiddenDirection(subspace=None, kappa=1e3),
+        "clipped differences": HiddenDirection(repeats=1, subspace=None, kappa=1e3),
     }
     for name, variant in variants.items():
         yield step(f"hidden-direction, 10 dimensions, {name}", variant, dim=10, trials=100_000, noise_multiplier=0.5)

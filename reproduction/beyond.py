@@ -136,7 +136,7 @@ def train(settings: Settings, progress: Progress) -> Result:
         numbers = training.train_and_evaluate(settings, lambda taken, planned, _: progress(taken / planned))
     del numbers["settings"]
     model, (data, _) = loading.make_model(settings), loading.load_data(settings)
-    batch = torch.stack([data[i][0] for i in range(settings.batch_size)])
+    batch = torch.stack([data[i][0] for i in range(settings.size)])
     with torch.inference_mode():
         model(batch)
         times = []

@@ -50,3 +50,46 @@ def stepped(seed: int) -> nn.Module:
             nn.Flatten(),
             nn.Linear(256, 10),
         )
+
+
+def small_cnn(seed: int) -> nn.Module:
+    """The usual small network for pictures of 28 x 28 (Opacus' MNIST example), 26,010 parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 8, stride=2, padding=3),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),
+            nn.Conv2d(16, 32, 4, stride=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),
+            nn.Flatten(),
+            nn.Linear(512, 32),
+            nn.ReLU(),
+            nn.Linear(32, 10),
+        )
+
+
+def tabular(seed: int) -> nn.Module:
+    """For the synthetic table of `datasets.synthetic`."""
+    return models.mlp((40, 32, 4), seed=seed)
+
+
+def tabular_linear() -> nn.Module:
+    return _zero(40, 4)
+
+
+def _zero(inputs: int, classes: int) -> nn.Module:
+    linear = nn.Linear(inputs, classes)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(linear)
+
+
+def adult_linear() -> nn.Module:
+    """For `datasets.adult`."""
+    return _zero(42, 2)
+
+
+def adult_mlp(seed: int) -> nn.Module:
+    return models.mlp((42, 32, 2), seed=seed)

@@ -108,17 +108,17 @@ def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, b
 def train(settings: Settings, progress: Progress) -> dict[str, Any]:
     """DP-SGD at the target epsilon. The noise is calibrated by our accountant, so that both sides spend the same."""
     train_set, test_set = loading.load_data(settings)
-    rate = settings.batch_size / len(train_set)
+    rate = settings.size / len(train_set)
     steps = steps_of(settings.epochs, rate) if settings.steps is None else settings.steps
     spending: dict[str, Any] = {"delta": settings.target_delta, "sample_rate": rate, "steps": steps}
     assert settings.target_epsilon is not None
     noise = accounting.calibrate(target_epsilon=settings.target_epsilon, **spending)
     torch.manual_seed(settings.seed)
     model = loading.make_model(settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate, momentum=settings.momentum)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     each_step = private_steps(
-        model, optimizer, train_set, batch_size=settings.batch_size, noise_multiplier=noise, **settings.mechanism_options
+        model, optimizer, train_set, batch_size=settings.size, noise_multiplier=noise, **settings.mechanism_options
     )
     started = time.perf_counter()
     for taken in range(1, steps + 1):

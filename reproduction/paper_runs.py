@@ -70,13 +70,13 @@ def train(settings: Settings, progress: Progress) -> dict[str, Any]:
     """
     train_set, test_set = loading.load_data(settings)
     model = loading.make_model(settings)
-    per_epoch, epochs = len(train_set) // settings.batch_size, round(settings.epochs)
+    per_epoch, epochs = len(train_set) // settings.size, round(settings.epochs)
     optimizer, each_step = _steps(settings, model, train_set, per_epoch * epochs)
     curve, seconds, taken, started = [], 0.0, 0, time.perf_counter()
     for taken in range(1, per_epoch * epochs + 1):
         next(each_step)
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * DECAY ** (taken // per_epoch // DECAY_EPOCHS)
+            group["lr"] = settings.rate * DECAY ** (taken // per_epoch // DECAY_EPOCHS)
         progress(taken / (per_epoch * epochs))
         if taken % per_epoch == 0:
             seconds += time.perf_counter() - started
@@ -84,7 +84,7 @@ def train(settings: Settings, progress: Progress) -> dict[str, Any]:
             length = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
             curve.append({"epoch": taken // per_epoch, **accuracies, "parameter_norm": round(length, 2)})
             started = time.perf_counter()
-    rate, nominal = settings.batch_size / len(train_set), None
+    rate, nominal = settings.size / len(train_set), None
     if settings.noise_multiplier:
         nominal = nominal_of([Charge(SampledStep(PaperRelease(settings.noise_multiplier), rate), taken)], DELTA)
     return {
@@ -108,28 +108,29 @@ def train(settings: Settings, progress: Progress) -> dict[str, Any]:
 def _steps(settings: Settings, model: nn.Module, data: Any, steps: int) -> tuple[torch.optim.Optimizer, Iterator[None]]:
     """The optimizer, and what takes one step for each item."""
     if settings.mechanism == "paper":
-        adam = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+        adam = torch.optim.Adam(model.parameters(), lr=settings.rate)
         return adam, _engine_steps(settings, model, adam, data, steps)
     torch.manual_seed(settings.seed)
-    sgd = torch.optim.SGD(model.parameters(), lr=settings.learning_rate)
+    sgd = torch.optim.SGD(model.parameters(), lr=settings.rate)
     if settings.mechanism == "sgd":
-        return sgd, plain_steps(model, sgd, data, settings.batch_size)
+        return sgd, plain_steps(model, sgd, data, settings.size)
     noise = settings.noise_multiplier
     assert noise is not None
-    shared: dict[str, Any] = {"batch_size": settings.batch_size, "noise_multiplier": noise, "shuffled": True}
+    shared: dict[str, Any] = {"batch_size": settings.size, "noise_multiplier": noise, "shuffled": True}
     return sgd, private_steps(model, sgd, data, **shared, **settings.mechanism_options)
 
 
 def _engine_steps(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, steps: int) -> Iterator[None]:
     """DP-ULR by the engine; without noise plain ULR, clipped all the same: the heavy tails of the losses end it otherwise."""
-    mechanism = Paper(target_std=settings.noise_multiplier, repeats=settings.repeats or REPEATS, **settings.mechanism_options)
+    repeats = settings.repeats if isinstance(settings.repeats, int) else REPEATS
+    mechanism = Paper(target_std=settings.noise_multiplier, repeats=repeats, **settings.mechanism_options)
     engine = dpulr.PrivacyEngine(
         model,
         optimizer,
         data,
         nn.CrossEntropyLoss(reduction="none"),
         mechanism=mechanism,
-        batch_size=settings.batch_size,
+        batch_size=settings.size,
         steps=steps,
         sampling="shuffle",
         seed=settings.seed,

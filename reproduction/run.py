@@ -107,7 +107,8 @@ class Run:
         cost = f"epsilon {s.target_epsilon:.3f}" if s.target_epsilon else f"sigma0 {s.noise_multiplier or 0:g}"
         repeats = f", K {s.repeats}" if s.repeats else ""
         model = s.model.rpartition(":")[2]
-        return f"{s.mechanism} {model}, batch {s.batch_size}, {cost}{repeats}, rate {s.learning_rate:g}, seed {s.seed}"
+        rate = s.learning_rate if isinstance(s.learning_rate, str) else f"{s.learning_rate:g}"
+        return f"{s.mechanism} {model}, batch {s.batch_size}, {cost}{repeats}, rate {rate}, seed {s.seed}"
 
     def train(self, progress: Progress) -> Result:
         """Train and evaluate; `progress` hears the share that is done."""

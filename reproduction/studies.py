@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduction import beyond, certified, hybrid, losses, options, paper_figures, paper_tables
+from reproduction import auto_fit, beyond, certified, hybrid, losses, options, paper_figures, paper_tables, public_features, senders
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
 from reproduction.results_file import described, found
@@ -209,6 +209,15 @@ def studies() -> dict[str, Study]:
             before=losses.small,
         ),
         Study(
+            "senders",
+            "SpamAssassin e-mails: records, or their senders, as what is protected",
+            ("all",),
+            lambda choice: senders.stages(choice.seeds),
+            lambda choice: senders.markdown(choice.seeds),
+            epochs=30,
+            changeable=False,
+        ),
+        Study(
             "gaussian",
             "MNIST, gaussian at epsilon 2.6",
             ("all",),
@@ -223,6 +232,24 @@ def studies() -> dict[str, Study]:
             lambda choice: options.stages(choice.labels, choice.seeds),
             lambda choice: options.markdown(choice.seeds),
             epochs=5,
+            changeable=False,
+        ),
+        Study(
+            "features",
+            "a private linear layer on features from public models, data:epsilon; settings by auto",
+            tuple(public_features.ROWS),
+            by_seed(lambda label, seed, _: [public_features.ROWS[label].run(seed)]),
+            lambda choice: public_features.markdown(choice.seeds),
+            epochs=15,
+            changeable=False,
+        ),
+        Study(
+            "auto-fit",
+            "what the constants of dpulr.auto are fitted to: Fashion-MNIST and synthetic tables, held-out records",
+            ("gradient", "hidden-direction"),
+            lambda choice: (stage for name in choice.labels for stage in auto_fit.stages(auto_fit.cells_of(name))),
+            lambda _: auto_fit.markdown(),
+            epochs=10,
             changeable=False,
         ),
     ]

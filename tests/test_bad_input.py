@@ -26,7 +26,7 @@ def test_every_kind_of_error_is_what_callers_expect() -> None:
     [
         ({"batch_size": 41}, "batch_size is 41, but the data set has only 40 records"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"batch_size": None}, "give batch_size"),
+        ({"batch_size": None, "sample_rate": 0.1}, "give batch_size"),
         ({"batch_size": 8, "sample_rate": 0.5}, "not both"),
         ({"batch_size": None, "expected_batch_size": 8, "sample_rate": 1.5}, "sample_rate is 1.5"),
         ({"batch_size": None, "expected_batch_size": -8, "sample_rate": 0.5}, "expected_batch_size is -8"),
@@ -92,7 +92,8 @@ def test_optimizers() -> None:
         (torch.optim.SGD([model[0].weight], lr=1.0), "does not hold '0.bias'"),
         (torch.optim.SGD(both, lr=1.0), "not the model's"),
         (torch.optim.LBFGS(model.parameters()), "LBFGS"),
-        ("sgd", "must be a torch optimizer, not str"),
+        ("sgd", "optimizer is 'sgd'; it must be"),
+        (3, "must be a torch optimizer, not int"),
     ):
         refused(InvalidArgument, message, model, optimizer=optimizer)
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr import accounting, audit, data, mechanisms, models, runs, sklearn
+    from dpulr import accounting, audit, data, features, mechanisms, models, runs, sklearn
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
@@ -36,6 +36,7 @@ _HOME = {
     "class_weights": "dpulr.model.weights",
     "data": "dpulr.data",
     "evaluate": "dpulr.scores",
+    "features": "dpulr.features",
     "layers": "dpulr.model.layers",
     "losses": "dpulr.model.losses",
     "mechanisms": "dpulr.mechanisms",
@@ -58,6 +59,7 @@ __all__ = [
     "class_weights",
     "data",
     "evaluate",
+    "features",
     "layers",
     "losses",
     "mechanisms",

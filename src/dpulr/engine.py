@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -25,6 +25,8 @@ from dpulr import accounting, validate
 from dpulr.accounting.disk_ledger import ledger_at
 from dpulr.accounting.events import Charge, GaussianRelease, SampledStep, Unaccounted
 from dpulr.accounting.statement import Guarantee
+from dpulr.auto import choose, warnings_for
+from dpulr.chosen import make_optimizer, task_of
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
 from dpulr.errors import BudgetError, DataError, InvalidArgument, StepError
@@ -65,7 +67,9 @@ class PrivacyEngine:
 
     Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the
     step that would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the
-    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
+    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead. Left out, it is
+    chosen by public arithmetic, as are the repeats of the mechanism; with `optimizer="auto"` learning rate, schedule and momentum
+    are, too (`dpulr.auto`; `engine.choice` says what and why).
     `unit` says who a record belongs to (a column's name, a function of a record, or a label for each record): then people are
     protected rather than records (docs/users.md). People are sampled, `batch_size` counts people, and a person adds as much as a
     record would, by at most `max_per_person` of his or her records, chosen at random in each step.
@@ -85,7 +89,7 @@ class PrivacyEngine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Literal["auto"],
         dataset: Dataset[Any],
         loss_fn: LossFunction,
         *,
@@ -127,22 +131,30 @@ class PrivacyEngine:
         validate.whole_number("max_per_person", max_per_person)
         most = 1 if unit is None else max_per_person
         self.mechanism = by_name(mechanism).for_people(most)
+        self._sets_rate = isinstance(optimizer, str)
+        if isinstance(optimizer, str):
+            validate.one_of("optimizer", optimizer, ("auto",))
+            optimizer = make_optimizer(model)
         self.model, self.optimizer = model, optimizer
         shared = self.mechanism.shares_parameters
         find_layers(uncompiled(model), shared=shared)  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
         self.records = gathered_records(dataset, device, schema, self.ranks, num_workers=num_workers)
         self._membership = None if unit is None else self._people_of(dataset, unit)
-        request = Request(
-            records=sum(self.ranks.gathered(self.records.size)) if sharded else self._units,
-            batch_size=batch_size,
-            expected_batch_size=expected_batch_size,
-            sample_rate=sample_rate,
-            epochs=epochs,
-            steps=steps,
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            noise_multiplier=noise_multiplier,
+        asked: dict[str, Any] = {
+            "records": sum(self.ranks.gathered(self.records.size)) if sharded else self._units,
+            "batch_size": batch_size,
+            "expected_batch_size": expected_batch_size,
+            "sample_rate": sample_rate,
+            "epochs": epochs,
+            "steps": steps,
+            "target_epsilon": target_epsilon,
+            "target_delta": target_delta,
+            "noise_multiplier": noise_multiplier,
+        }
+        open_size = batch_size is expected_batch_size is sample_rate is None
+        make = partial(
+            Request,
             sampling=sampling,
             rejection_threshold=rejection_threshold,
             min_dataset_size=min_dataset_size,
@@ -150,8 +162,7 @@ class PrivacyEngine:
             unit="record" if unit is None else "person",
             per_person=most,
         )
-        if weights is not None and most > 1:
-            raise InvalidArgument("weights= are of records, and a person is clipped as one: use max_per_person=1 with them.")
+        request = make(**asked | ({"batch_size": asked["records"]} if open_size else {}))
         self._check_weights_are_taken(weights, most)
         self.forward = prepare(
             model,
@@ -166,7 +177,12 @@ class PrivacyEngine:
             sites=self.mechanism.uses_sites,
         )
         self._check_weights_of_loss(loss_fn)
-        self.mechanism = self.mechanism.settled(self.forward)
+        self.task, size = task_of(self.mechanism, self.forward, optimizer, **asked)
+        repeats = getattr(self.mechanism, "repeats", None)
+        self.choice = choose(self.task, batch_size=size, repeats=repeats if isinstance(repeats, int) else None)
+        if open_size:
+            request = make(**asked | {"batch_size": self.choice.batch_size})
+        self.mechanism = self.mechanism.with_repeats(self.choice.repeats).settled(self.forward)
         settings = {"seed": seed, "replay": replay, "parallel": parallel, "shared_noise": shared_noise}
         self._agree(loss_fn, request, {**settings, "insecure_noise_seed": insecure_noise_seed})
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
@@ -198,7 +214,8 @@ class PrivacyEngine:
             for note in self.notes:
                 _LOG.info(note)
         if self.plan.public_size is not None and not self.plan.event.reasons and self.ranks.rank == 0:
-            for sentence in accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size, self.plan.unit):
+            few = accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size, self.plan.unit)
+            for sentence in [*few, *([] if few else warnings_for(self.task))]:
                 warnings.warn(sentence, stacklevel=2)
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -252,6 +269,9 @@ class PrivacyEngine:
             values = self.ranks.released(total, self._privatised)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
+        if self._sets_rate:
+            for settings in self.optimizer.param_groups:
+                settings["lr"] = self.choice.rate_at(number, self.planned_steps)
         with self._watch.own_step():
             for group in self._groups:
                 with self._computing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from dpulr import accounting, errors, runs
+from dpulr.auto import Task, batch_size_for
 from dpulr.cli import main
 from dpulr.cli.options import SPELLINGS
 from dpulr.cli.progress import LiveView, make_view
@@ -142,12 +144,13 @@ def test_plan_computes_the_one_that_is_left_out(left_out: str, run_cli: Cli) -> 
 
 def test_plan_fills_in_what_train_takes(run_cli: Cli) -> None:
     found = planned(run_cli, *GAUSSIAN, "--dataset-size", 60_000)
-    assert (found["epsilon"] <= 1, found["batch_size"], found["epochs"], found["delta"]) == (True, 2_000, 10, 1e-5)
-    assert (found["solved_for"], found["steps"]) == ("noise_multiplier", 300)
+    size = batch_size_for(Task("gaussian", 60_000, (), 1.0, epochs=10))
+    assert (found["epsilon"] <= 1, found["batch_size"], found["epochs"], found["delta"]) == (True, size, 10, 1e-5)
+    assert (found["solved_for"], found["steps"]) == ("noise_multiplier", math.ceil(600_000 / size))
     back = planned(run_cli, *GAUSSIAN, "--dataset-size", 60_000, "--noise-multiplier", found["noise_multiplier"])
     assert (back["solved_for"], back["epsilon"]) == ("epsilon", found["epsilon"])
     most = planned(run_cli, *GAUSSIAN, "--dataset-size", 60_000, "--epsilon", 1, "--noise-multiplier", 5)
-    assert (most["solved_for"], most["batch_size"]) == ("epochs", 2_000)
+    assert (most["solved_for"], most["batch_size"]) == ("epochs", size)
     assert planned(run_cli, *GAUSSIAN, *(x for pair in SETTING.items() for x in pair))["solved_for"] == "delta"
 
 

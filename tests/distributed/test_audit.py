@@ -24,7 +24,7 @@ def audited(rank: int, mechanism: Any, dim: int, trials: int) -> tuple[float, fl
     ("mechanism", "dim", "trials"),
     [
         ("gradient", 1, 400_000),
-        (dpulr.HiddenDirection(subspace=None), 4, 400_000),
+        (dpulr.HiddenDirection(repeats=1, subspace=None), 4, 400_000),
         ("gaussian", 1, 400_000),
     ],
 )

@@ -138,7 +138,7 @@ def test_advice_is_logged_and_never_a_warning(caplog: pytest.LogCaptureFixture) 
         "This model can be differentiated from end to end",
         "Exact gradients can be had, by one backward pass per step, for '4', '6'",
     ]
-    assert partly.mechanism == dpulr.HiddenDirection()  # nothing is changed by advice
+    assert partly.mechanism == dpulr.HiddenDirection(repeats=partly.choice.repeats)  # nothing is changed by advice
 
 
 def test_looking_for_advice_changes_nothing() -> None:

@@ -44,14 +44,14 @@ def model() -> nn.Sequential:
 
 HIDDEN, GAUSSIAN, PAPER = dpulr.HiddenDirection, dpulr.Gaussian, dpulr.Paper
 CASES: list[tuple[Mechanism, int]] = [
-    (HIDDEN(), 1 + 5),
+    (HIDDEN(repeats=1), 1 + 5),
     (HIDDEN(repeats=3), 1 + 3 * 5),
-    (HIDDEN(antithetic=True), 1 + 2 * 5),
+    (HIDDEN(repeats=1, antithetic=True), 1 + 2 * 5),
     (HIDDEN(repeats=3, antithetic=True), 1 + 2 * 3 * 5),
-    (HIDDEN(groups=2), 1 + 2),
+    (HIDDEN(repeats=1, groups=2), 1 + 2),
     (HIDDEN(groups=1, repeats=4, antithetic=True), 1 + 2 * 4),
-    (HIDDEN(subspace=None, kappa=1.0), 1 + 5),
-    (HIDDEN(last_layer="exact", space="output"), 1 + 4 + 2 * 3),
+    (HIDDEN(repeats=1, subspace=None, kappa=1.0), 1 + 5),
+    (HIDDEN(repeats=1, last_layer="exact", space="output"), 1 + 4 + 2 * 3),
     (HIDDEN(last_layer="exact", space="output", repeats=2, groups=2, antithetic=True), 1 + 2 * 2 * 2 + 2 * 3),
     (GAUSSIAN(repeats=3), 1 + 2 * 3 * 5),
     (GAUSSIAN(repeats=3, estimator="baseline"), 1 + 3 * 5),

@@ -32,7 +32,7 @@ def around(box: nn.Module) -> nn.Module:
 
 
 def private(box: nn.Module, **settings: Any) -> dpulr.PrivacyEngine:
-    return engine(around(box), points(), mechanism=dpulr.HiddenDirection(), batch_size=8, **settings)
+    return engine(around(box), points(), mechanism=dpulr.HiddenDirection(repeats=1), batch_size=8, **settings)
 
 
 def boxed(function: Callable[..., Any], shape: tuple[int, ...] = (5,), **options: Any) -> dpulr.BlackBox:
@@ -330,7 +330,7 @@ def test_a_box_as_the_loss_and_boxes_in_both_places() -> None:
 
     loss = dpulr.BlackBox(error, (), name="errors")
     model = nn.Sequential(nn.Linear(6, 5), boxed(np.sign), nn.Linear(5, 3), boxed(lambda x: x**3, (3,)))
-    run = engine(model, points(), loss_fn=loss, mechanism=dpulr.HiddenDirection(radius=1.0), batch_size=8)
+    run = engine(model, points(), loss_fn=loss, mechanism=dpulr.HiddenDirection(repeats=1, radius=1.0), batch_size=8)
     assert train(run) == 4
     assert run.guarantee == "certified"
     coupled = dpulr.BlackBox(lambda output, target: error(output, target) - error(output, target).mean(), (), name="errors")

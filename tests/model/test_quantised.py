@@ -72,7 +72,7 @@ def test_static_int8_layers_run_in_batches(frozen: Callable[[], nn.Module], fron
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="running")
         assert isinstance(prepare(model, LOSS, EXAMPLE, CPU).passes, TracedPasses)
-    run = engine(model, points(), mechanism=dpulr.HiddenDirection(), batch_size=8)
+    run = engine(model, points(), mechanism=dpulr.HiddenDirection(repeats=1), batch_size=8)
     assert train(run) == 4
     assert run.guarantee == "certified"
 
@@ -252,7 +252,7 @@ def test_a_rounded_layer_gets_what_a_linear_layer_with_its_matrix_gets(mechanism
 # --- fake quantisation ----------------------------------------------------------------------------------------------------
 def test_fake_quantisation_with_frozen_observers_is_trained() -> None:
     model = qat()
-    run = engine(model, points(), mechanism=dpulr.HiddenDirection(), batch_size=8)
+    run = engine(model, points(), mechanism=dpulr.HiddenDirection(repeats=1), batch_size=8)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     assert not run.forward.recordwise
     assert train(run) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.support.own_mechanism import CoordinateDifferences
 from tests.support.replaying import TOLERANCE, Replay
 
 Item = Any
-_HIDDEN, _EXACT = dpulr.HiddenDirection, "exact"
+_HIDDEN, _EXACT = partial(dpulr.HiddenDirection, repeats=1), "exact"
 
 MECHANISMS = [
     _HIDDEN(),

@@ -33,7 +33,7 @@ from tests.privacy.cases import Items, KeepsPositive, OwnArguments, Unreadable
 from tests.support.core import LOSS, engine, fit, mlp, points, total, train
 from tests.support.replaying import Replay, compare
 
-THREE = [dpulr.Gaussian(repeats=2), dpulr.HiddenDirection(), dpulr.ZerothOrder(repeats=2)]
+THREE = [dpulr.Gaussian(repeats=2), dpulr.HiddenDirection(repeats=1), dpulr.ZerothOrder(repeats=2)]
 by_name = pytest.mark.parametrize("mechanism", THREE, ids=lambda mechanism: mechanism.name)
 
 
@@ -252,7 +252,7 @@ UNREADABLE: dict[str, Any] = {
 def test_a_record_that_can_t_be_read_is_left_out_without_a_word(odd: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Finding 5, f03: its error was shown, with a file's name, before the charge; and the batch was drawn again. Needs t-rec."""
     items = [*some_records(30), UNREADABLE[odd]]
-    private = engine(mlp(), Items(items), batch_size=10, steps=20, mechanism=dpulr.HiddenDirection())
+    private = engine(mlp(), Items(items), batch_size=10, steps=20, mechanism=dpulr.HiddenDirection(repeats=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert train(private) == 20
@@ -502,7 +502,7 @@ def moved_by_one(mechanism: Any, records: int, pattern: str) -> float:
     return max(shifts)
 
 
-ONE_SUM = [dpulr.Gaussian(repeats=1, estimator="likelihood-ratio"), dpulr.HiddenDirection(subspace=None)]
+ONE_SUM = [dpulr.Gaussian(repeats=1, estimator="likelihood-ratio"), dpulr.HiddenDirection(repeats=1, subspace=None)]
 each_sum = pytest.mark.parametrize("mechanism", ONE_SUM, ids=lambda mechanism: mechanism.name)
 patterns = pytest.mark.parametrize("pattern", ["half tiny", "all different", "all equal"])
 
@@ -535,7 +535,7 @@ def lopsided(features: int, records: int, large: float = 1.0, small: float = 1.7
 
 @pytest.mark.parametrize("small", [3e-5, 1e-4, 2.4e-4, 3.4e-4, 1e-3])
 @pytest.mark.parametrize(
-    "mechanism", [dpulr.HiddenDirection(subspace=None), dpulr.Gaussian(repeats=1)], ids=lambda mechanism: mechanism.name
+    "mechanism", [dpulr.HiddenDirection(repeats=1, subspace=None), dpulr.Gaussian(repeats=1)], ids=lambda mechanism: mechanism.name
 )
 def test_one_large_and_many_small_features_do_not_pass_the_bound(mechanism: Any, small: float) -> None:
     """Finding 11, s03 and s04: squares added in float32 came out short by up to 2.4e-4, a contribution of 1.00011 C."""
@@ -552,7 +552,7 @@ def test_a_record_of_zeros_does_not_change_how_others_are_measured() -> None:
     x = lopsided(65_536, 600)
     y = torch.full((601, 2), 1e4)
     model = nn.Sequential(nn.Linear(65_536, 2, bias=False))
-    replay = Replay(dpulr.HiddenDirection(subspace=None), model, TensorDataset(x[:1], y[:1]), loss_fn=linear_loss)
+    replay = Replay(dpulr.HiddenDirection(repeats=1, subspace=None), model, TensorDataset(x[:1], y[:1]), loss_fn=linear_loss)
     alone = replay.sum_over(x, y[:600])
     joined = replay.sum_over(torch.cat([x, torch.zeros(1, 65_536)]), y)
     assert max(replay.shares(joined - alone).values()) <= 1e-3
@@ -603,7 +603,7 @@ def flat_records(count: int, seed: int = 4) -> tuple[nn.Module, Tensor, Tensor]:
         return model, x, model(x).argmin(1)
 
 
-AMPLIFYING = [dpulr.HiddenDirection(), dpulr.HiddenDirection(antithetic=True), dpulr.Gaussian(repeats=2)]
+AMPLIFYING = [dpulr.HiddenDirection(repeats=1), dpulr.HiddenDirection(repeats=1, antithetic=True), dpulr.Gaussian(repeats=2)]
 
 
 @pytest.mark.parametrize("mechanism", AMPLIFYING, ids=["hidden-direction", "antithetic", "gaussian"])
@@ -624,7 +624,7 @@ def test_a_label_out_of_range_leaves_the_law_of_the_sum() -> None:
     probability below 1e-6 (six standard errors on top). Measured: 20 to 140 C, which no noise of the usual size hides.
     """
     model, x, y = flat_records(1, seed=0)
-    fitted = fit(dpulr.HiddenDirection(subspace=None), model)
+    fitted = fit(dpulr.HiddenDirection(repeats=1, subspace=None), model)
     worlds = [(x.repeat(300, 1), y.repeat(300)), (x.repeat(301, 1), torch.cat([y.repeat(300), torch.tensor([7])]))]
     sums = [torch.stack([total(fitted, *world, seed=seed) for seed in range(16)]) for world in worlds]
     axis = sums[1][:8].mean(0) - sums[0][:8].mean(0)
@@ -707,7 +707,7 @@ def test_a_rule_whose_gain_is_too_small_is_refused() -> None:
 
     layers.register(Own, TooSmall)
     try:
-        private = engine(nn.Sequential(Own(6, 3)), points(), mechanism=dpulr.HiddenDirection(), batch_size=10)
+        private = engine(nn.Sequential(Own(6, 3)), points(), mechanism=dpulr.HiddenDirection(repeats=1), batch_size=10)
     except ModelRefused:
         return
     finally:
@@ -719,7 +719,7 @@ def test_a_rule_whose_gain_is_too_small_is_refused() -> None:
 def test_a_flat_loss_and_a_small_kappa_give_a_finite_release(kappa: float) -> None:
     """Finding 16, f10: 0 / 0 made the whole release NaN. Refused, or finite."""
     try:
-        mechanism = dpulr.HiddenDirection(kappa=kappa, antithetic=True)
+        mechanism = dpulr.HiddenDirection(repeats=1, kappa=kappa, antithetic=True)
         replay = Replay(mechanism, mlp(), points(), loss_fn=lambda output, targets: 0 * output.sum(1))
     except (InvalidArgument, ModelRefused):
         return

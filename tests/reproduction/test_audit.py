@@ -40,7 +40,7 @@ def test_the_same_without_the_bug_holds(name: str) -> None:
     """Each has a false alarm with a probability of at most 0.05; the seed is fixed."""
     options = {"noise-halved": (2.0, 1.0), "clip-forgotten": (2.0, 1.0), "bits-to-two": (1.0, 1.0), "sampling-twice": (1.0, 0.1)}
     noise, rate = options[name]
-    dim, mechanism = (10, dpulr.HiddenDirection(subspace=None)) if name == "bits-to-two" else (1, "gaussian")
+    dim, mechanism = (10, dpulr.HiddenDirection(repeats=1, subspace=None)) if name == "bits-to-two" else (1, "gaussian")
     game = RowsGame(mechanism, dim=dim, noise_multiplier=noise, sample_rate=rate, seed=5)
     verdict = play(game, canary="crafted", trials=40_000)
     assert not verdict.broken

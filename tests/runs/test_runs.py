@@ -42,8 +42,9 @@ def ledger(folder: Path) -> DiskLedger:
 
 def test_the_defaults_are_the_main_job() -> None:
     main = Settings()
-    assert make_mechanism(main) == dpulr.HiddenDirection(repeats=8)
-    assert (main.dataset, main.batch_size, main.epochs, main.target_epsilon, main.learning_rate) == ("mnist", 2_000, 10, 1.0, 0.4)
+    assert make_mechanism(main) == dpulr.HiddenDirection()  # the same default as in a program
+    assert (main.dataset, main.batch_size, main.epochs, main.target_epsilon) == ("mnist", "auto", 10, 1.0)
+    assert (main.repeats, main.learning_rate) == ("auto", "auto")
     assert isinstance(make_model(main), type(dpulr.models.mlp()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +15,8 @@ from dpulr.runs.settings import Settings, keys_of
 
 if TYPE_CHECKING:
     from dpulr.accounting.events import Release
+    from dpulr.accounting.planning import Solution
+    from dpulr.auto import Choice, Task
 
     MakeRelease = Callable[[float], Release]
 
@@ -40,32 +42,37 @@ def plan(
 
     settings = Settings.build(options=options, sets=sets or ())
     said = {*options, *keys_of(sets or ())}
-    make, size = _of_dims(settings, dims) if dims is not None else _of_model(settings)
-    given = _completed(settings, said, dataset_size, size)
+    how = _of_dims(settings, dims) if dims is not None else _of_model(settings, dataset_size)
+    given = _completed(settings, said, dataset_size, how)
     delta = settings.target_delta if "target_delta" in said or None in given.values() else None
-    found = planning.plan(mechanism=make, delta=delta, rejection_threshold=settings.rejection_threshold, **given)
-    layers = _layers(make(found.noise_multiplier), found.noise_multiplier)
+    found = planning.plan(mechanism=how.release, delta=delta, rejection_threshold=settings.rejection_threshold, **given)
+    layers = _layers(how.release(found.noise_multiplier), found.noise_multiplier)
+    explained = how.explained(found)
     if as_json:
-        print(json.dumps({**asdict(found), **layers}, indent=2))
+        chosen = {} if explained is None else {"chosen": {**asdict(explained[0]), "seconds": explained[1]}}
+        print(json.dumps({**asdict(found), **layers, **chosen}, indent=2))
         return
     print(found.table())
     for name, values in layers.items():
         print(f"{name}: {', '.join(f'{value:.4g}' for value in values)}")
+    if explained is not None:
+        print(f"\n{explained[0].text()}")
+        print(f"seconds {explained[1]:.0f}: {found.steps:,} steps, timed here on synthetic records; reading records comes on top.")
 
 
 # --- what is given, and what is computed --------------------------------------------------------------------------------
-def _completed(settings: Settings, said: set[str], dataset_size: int | None, size: int | None) -> dict[str, Any]:
-    """The five quantities, None for the one to compute. `said`: settings that were given; `size`: that of train's data set."""
+def _completed(settings: Settings, said: set[str], dataset_size: int | None, how: How) -> dict[str, Any]:
+    """The five quantities, None for the one to compute. `said`: settings that were given."""
     given: dict[str, Any] = {
         "epsilon": settings.target_epsilon if "target_epsilon" in said else None,
         "noise_multiplier": settings.noise_multiplier,
-        "batch_size": settings.batch_size if "batch_size" in said else None,
+        "batch_size": settings.batch_size if "batch_size" in said and settings.batch_size != "auto" else None,
         "epochs": settings.epochs if "epochs" in said or settings.steps is not None else None,
         "dataset_size": dataset_size,
     }
     if sum(value is None for value in given.values()) > 1:
         solved = _solved(given)
-        defaults = {**_defaults(settings), "dataset_size": size}
+        defaults = {**_defaults(settings), "dataset_size": how.records, "batch_size": how.batch_size(dataset_size)}
         given = {name: None if name == solved else value or defaults[name] for name, value in given.items()}
         if solved != "dataset_size" and given["dataset_size"] is None:
             raise UsageError("with --dims, give --dataset-size too: no data set is read.")
@@ -87,7 +94,6 @@ def _defaults(settings: Settings) -> dict[str, Any]:
     return {
         "epsilon": settings.target_epsilon,
         "noise_multiplier": settings.noise_multiplier,
-        "batch_size": settings.batch_size,
         "epochs": settings.epochs,
     }
 
@@ -101,29 +107,76 @@ def _epochs(steps: int, batch_size: int | None, dataset_size: int | None) -> flo
 
 
 # --- what a step releases -----------------------------------------------------------------------------------------------
-def _of_model(settings: Settings) -> tuple[MakeRelease, int]:
+@dataclass(frozen=True)
+class How:
+    """By what a plan is made: what a step releases, the task as far as it is known, the records if there is a data set."""
+
+    release: MakeRelease
+    task: Task
+    records: int | None = None
+
+    def batch_size(self, records: int | None) -> int | None:
+        """That of "auto"."""
+        from dpulr.auto import batch_size_for
+
+        size = records or self.records
+        return None if size is None else batch_size_for(replace(self.task, records=size))
+
+    def explained(self, found: Solution) -> tuple[Choice, float] | None:
+        """What "auto" chooses beside it, and the seconds that it takes here."""
+        return None
+
+
+@dataclass(frozen=True)
+class OfModel(How):
+    """As train has it."""
+
+    settings: Settings = field(default_factory=Settings)
+    train: Any = None
+    why: dict[str, str] = field(default_factory=dict)
+
+    def explained(self, found: Solution) -> tuple[Choice, float]:
+        from dpulr.auto import choose
+        from dpulr.runs.training import expected_seconds
+
+        task = replace(
+            self.task, records=found.dataset_size, epsilon=found.epsilon, delta=found.delta, epochs=None, steps=found.steps
+        )
+        repeats = self.settings.repeats if isinstance(self.settings.repeats, int) else None
+        choice = choose(task, batch_size=found.batch_size, repeats=repeats)
+        size, noise = min(found.batch_size, len(self.train)), found.noise_multiplier
+        settings, choice = replace(self.settings, repeats=choice.repeats), replace(choice, why=self.why | choice.why)
+        return choice, expected_seconds(settings, self.train, batch_size=size, steps=found.steps, noise_multiplier=noise)
+
+
+def _of_model(settings: Settings, dataset_size: int | None) -> OfModel:
     """As train has it: the model's layers and their weights; and the size of the data set."""
     from dpulr.runs.loading import load_data
-    from dpulr.runs.training import release_of
+    from dpulr.runs.training import outline_of
 
     train, _ = load_data(settings)
-    make = release_of(settings, train)
-    if not make(1.0).certified:
+    outline = outline_of(settings, train, dataset_size)
+    if not outline.release(1.0).certified:
         raise UsageError(f"{settings.mechanism} has no certified epsilon to plan with (docs/accounting.md has its nominal one).")
-    return make, len(train)
+    if "repeats" in outline.choice.why:
+        settings = replace(settings, repeats=outline.choice.repeats)
+    return OfModel(outline.release, outline.task, len(train), settings, train, outline.choice.why)
 
 
-def _of_dims(settings: Settings, dims: str) -> tuple[MakeRelease, None]:
+def _of_dims(settings: Settings, dims: str) -> How:
     """Without a model, a data set or torch: for the mechanisms that the accountant knows by name."""
     from dpulr.accounting.shortcuts import release_maker
+    from dpulr.auto import Task
 
     try:
         sizes = [int(part) for part in dims.replace(",", " ").split()]
     except ValueError as problem:
         raise UsageError(f"--dims takes whole numbers, such as 16,16,16,10, not {dims!r}.") from problem
+    task = Task(settings.mechanism, 1, (), settings.target_epsilon, settings.target_delta, settings.epochs, settings.steps)
     if settings.mechanism != "hidden-direction":
-        return release_maker(settings.mechanism), None
-    return release_maker(settings.mechanism, dims=sizes, repeats=settings.repeats or 1), None
+        return How(release_maker(settings.mechanism), task)
+    repeats = settings.repeats if isinstance(settings.repeats, int) else 8
+    return How(release_maker(settings.mechanism, dims=sizes, repeats=repeats), task)
 
 
 def _layers(release: Release, noise_multiplier: float) -> dict[str, list[float]]:

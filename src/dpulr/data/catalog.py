@@ -75,10 +75,15 @@ def find(name: str) -> Entry:
     return ENTRIES[name]
 
 
-def home(entry: Entry) -> Path:
-    """Where `dpulr data fetch` puts a data set. DPULR_DATA names another folder."""
+def folder() -> Path:
+    """Where data is kept. DPULR_DATA names another folder."""
     given = os.environ.get("DPULR_DATA")
-    return (Path(given) if given else user_data_path("dpulr")) / entry.name
+    return Path(given) if given else user_data_path("dpulr")
+
+
+def home(entry: Entry) -> Path:
+    """Where `dpulr data fetch` puts a data set."""
+    return folder() / entry.name
 
 
 def shared(entry: Entry) -> list[Path]:
@@ -89,9 +94,9 @@ def shared(entry: Entry) -> list[Path]:
 
 def place(entry: Entry) -> Path:
     """The folder that has the data set; if there is none, say how to get it."""
-    for folder in (home(entry), *shared(entry)):
-        if all(locate(folder, name) is not None for name in entry.files):
-            return folder
+    for candidate in (home(entry), *shared(entry)):
+        if all(locate(candidate, name) is not None for name in entry.files):
+            return candidate
     raise DataError(f"{entry.name} is not on this machine: get it with 'dpulr data fetch {entry.name}'.")
 
 

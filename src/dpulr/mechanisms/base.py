@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -98,6 +98,10 @@ class Mechanism(ABC):
     def settled(self, forward: Forward) -> Mechanism:
         """The same settings with what they leave to the model filled in. It is tried on synthetic records: nothing private."""
         return self
+
+    def with_repeats(self, repeats: int) -> Mechanism:
+        """The same settings with repeats that were left open ("auto") filled in."""
+        return replace(self, repeats=repeats) if getattr(self, "repeats", None) == "auto" else self  # type: ignore[type-var]
 
     def for_people(self, most: int) -> Mechanism:
         """The same settings for people, who take part in a step with at most so many records."""

@@ -43,7 +43,7 @@ _EXACT_STEP = 1e-2
 class HiddenDirection(Mechanism):
     """Settings.
 
-    repeats        directions per record and layer
+    repeats        directions per record and layer; "auto": by budget and model, when the run is planned (dpulr.auto)
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
     radius         how far a direction reaches: a standard deviation per coordinate of a layer's output. "auto" looks on synthetic
                    records whether signs, spikes or other steps need a wider one
@@ -61,7 +61,7 @@ class HiddenDirection(Mechanism):
     per_person     the most records of a person that share a direction and a bit; the engine sets it (unit=)
     """
 
-    repeats: int = 1
+    repeats: int | Literal["auto"] = "auto"
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
     radius: float | Literal["auto"] = USUAL_RADIUS
     kappa: Scale | None = None
@@ -79,7 +79,8 @@ class HiddenDirection(Mechanism):
     bounds_people: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        validate.whole_number("repeats", self.repeats)
+        if self.repeats != "auto":
+            validate.whole_number("repeats", self.repeats)
         validate.whole_number("per_person", self.per_person)
         validate.boolean("antithetic", self.antithetic)
         validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
@@ -117,6 +118,11 @@ class HiddenDirection(Mechanism):
         return () if self.exact == "none" else self.exact
 
     @property
+    def count(self) -> int:
+        """The repeats, as a number: 1 as long as no run has filled "auto" in."""
+        return 1 if self.repeats == "auto" else self.repeats
+
+    @property
     def keeps_sizes(self) -> bool:
         return self.kappa is not None
 
@@ -137,7 +143,7 @@ class HiddenDirection(Mechanism):
         """Dimensions of the public subspaces."""
         if self.subspace != "auto":
             return self.subspace
-        return max(4, -(-max(16, 4 * self.repeats) // self.per_person))
+        return max(4, -(-max(16, 4 * self.count) // self.per_person))
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> HiddenDirectionRelease:
         return self.layout(sites).release(noise_multiplier)
@@ -160,7 +166,7 @@ class HiddenDirection(Mechanism):
     def passes(self, sites: Sequence[Site]) -> int:
         layout = self.layout(sites)
         exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.sites[-1].dim
-        return 1 + (2 if self.antithetic else 1) * self.repeats * len(layout.hidden_groups) + exact
+        return 1 + (2 if self.antithetic else 1) * self.count * len(layout.hidden_groups) + exact
 
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
         return FittedHiddenDirection(self, forward, plan, memory_limit=memory_limit, seed=seed)
@@ -168,7 +174,7 @@ class HiddenDirection(Mechanism):
     @classmethod
     def worst_case(cls) -> WorstCase:
         """The crafted canary needs no public subspace."""
-        return WorstCase(cls(subspace=None))
+        return WorstCase(cls(repeats=1, subspace=None))
 
 
 class FittedHiddenDirection(SitewiseMechanism):
@@ -186,7 +192,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
-        self._own_repeats, self._owns_exact = [settings.repeats] * len(self.layout.hidden_groups), True
+        self._own_repeats, self._owns_exact = [settings.count] * len(self.layout.hidden_groups), True
         self._own_votes = torch.ones(votes, device=self.device, dtype=torch.float64)
         self._bounds = self._site_bounds()
         self._overlaps = self._site_overlaps()
@@ -213,7 +219,7 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def split_passes(self, rank: int, size: int) -> None:
         """Repeats of layers are dealt out in turn, the exact part as the last. The sum over all ranks is bounded as before."""
-        repeats, groups = self.settings.repeats, len(self.layout.hidden_groups)
+        repeats, groups = self.settings.count, len(self.layout.hidden_groups)
         dealt = repeats * groups
         if size > dealt + (self.layout.exact is not None):
             raise InvalidArgument(
@@ -310,7 +316,7 @@ class FittedHiddenDirection(SitewiseMechanism):
                 b = self.bits(self.difference(clean, groups, z, public), units, people)
                 if below is not None and self._votes and not sums:
                     below[groups] = b[:, 0].abs() < 1
-                b.div_(self.settings.repeats)
+                b.div_(self.settings.count)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums

@@ -68,7 +68,7 @@ class Layout:
 
     def release(self, noise_multiplier: float) -> HiddenDirectionRelease:
         ratios = [noise_multiplier / weight for weight in self.weights(noise_multiplier)]
-        repeats = self.settings.repeats
+        repeats = self.settings.count
         hidden = tuple(HiddenSite(self.dims[g], ratios[g], repeats) for g in range(len(self.hidden_groups)))
         exact = () if self.exact is None else (ratios[self.exact],)
         still = HiddenDirectionRelease(hidden, exact, numbers=sum(site.size for site in self.sites))
@@ -91,7 +91,7 @@ class Layout:
             math.sqrt(sum(self.sites[i].fan_in for i in group) / parts) for group, parts in zip(self.groups, shared, strict=True)
         ]
         costs = [
-            LayerCost.exact(gradient) if g == self.exact else LayerCost.hidden(dim, self.settings.repeats, gradient)
+            LayerCost.exact(gradient) if g == self.exact else LayerCost.hidden(dim, self.settings.count, gradient)
             for g, (dim, gradient) in enumerate(zip(self.dims, guesses, strict=True))
         ]
         return balanced(costs, noise_multiplier or 1.0)

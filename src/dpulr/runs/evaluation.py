@@ -54,6 +54,8 @@ def make_evaluation(settings: Settings, test: Any, ledger: Ledger | None = None)
             "as public, unless you give --evaluation-epsilon), or --evaluations 0."
         )
     if settings.evaluation_epsilon is not None:
+        if settings.unit is not None:
+            raise UsageError("--evaluation-epsilon protects records, and with --unit a person may have several: leave it out.")
         return _Noisy(test, settings.evaluation_epsilon, settings.evaluations, ledger)
     return _Public(test, make_loss(settings))
 
@@ -124,8 +126,9 @@ def _differences(output: Tensor, target: Tensor) -> Tensor:
 
 def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     """Those of torch, with their own defaults but for the rate and the momentum of SGD."""
+    rate = 1.0 if isinstance(settings.learning_rate, str) else settings.learning_rate  # it is set before every step
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+        return torch.optim.SGD(model.parameters(), lr=rate, momentum=settings.momentum)
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
-    optimizer: torch.optim.Optimizer = kinds[settings.optimizer](model.parameters(), lr=settings.learning_rate)
+    optimizer: torch.optim.Optimizer = kinds[settings.optimizer](model.parameters(), lr=rate)
     return optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from dpulr import data, mechanisms, models
+from dpulr import data, features, mechanisms, models
 from dpulr.data.table_schema import TableSchema
 from dpulr.data.tables import KINDS, read_table
 from dpulr.errors import RunError, UsageError
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
 from dpulr.runs.folder import open_config
-from dpulr.runs.settings import Settings
+from dpulr.runs.settings import IN_PROGRAM, Settings
 from dpulr.scores import Scores, score
 from dpulr.temperature import tempered
 from dpulr.user_code import named, user_module
@@ -32,8 +33,12 @@ _MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
 
 def load_data(settings: Settings) -> tuple[Any, Any]:
     """Training and test set; with a holdout, both from the training set."""
+    if settings.dataset.startswith(IN_PROGRAM):
+        raise UsageError("this run is a program's own (dpulr.runs.record): only that program has its data, and goes on with it.")
     if is_table(settings):
         train, test = _tables(settings)
+    elif settings.features is not None:
+        train, test = _features(settings.dataset, settings.features)
     elif ":" not in settings.dataset:
         train, test = data.load(settings.dataset)
     else:
@@ -72,6 +77,14 @@ def _tables(settings: Settings) -> tuple[Any, Any]:
     return read_table(file, schema, kind=kind), test
 
 
+@lru_cache(maxsize=1)
+def _features(dataset: str, extractor: str) -> tuple[Any, Any]:
+    """Kept, because data and model are both made from them: their hash is checked once."""
+    if ":" in dataset:
+        raise UsageError(f"features are made of data sets that are known by name, not of {dataset}: use dpulr.features.compute.")
+    return features.load(dataset, extractor)
+
+
 def make_model(settings: Settings) -> nn.Module:
     """The model with its initial weights. A user's function gets `seed` if it has such a parameter."""
     name = settings.model
@@ -79,6 +92,8 @@ def make_model(settings: Settings) -> nn.Module:
         schema = table_schema(settings)
         sizes = [len(schema.features), *_TABLE_MODELS[name], len(schema.target.categories) or 1]
         return models.mlp(sizes, seed=settings.seed)
+    if name == "auto" and settings.features is not None:
+        return features.head(_features(settings.dataset, settings.features)[0])
     if name == "auto":
         name = _MODEL_OF.get(settings.dataset, "")
         if not name:
@@ -98,7 +113,7 @@ def make_mechanism(settings: Settings) -> Mechanism:
     kind = mechanisms.kind_of(settings.mechanism)
     options = dict(settings.mechanism_options)
     defaults = {item.name: item.default for item in fields(kind)}  # type: ignore[arg-type]
-    if "repeats" in defaults and settings.repeats is not None:
+    if settings.repeats not in (None, "auto") and "repeats" in defaults:
         options.setdefault("repeats", settings.repeats)
     if settings.exact is not None:
         words = settings.exact.split(",")

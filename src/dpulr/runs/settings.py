@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from dpulr.errors import UsageError
 from dpulr.runs.old_configs import upgraded
 
 Check = Callable[[str, Any], object]
+IN_PROGRAM = "in-program"  # data and model of a program of its own (`runs.record`), which settings can't name
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop")
 
 
@@ -29,6 +31,16 @@ def _at_least(least: int) -> Check:
 
 def _word(*words: str) -> Check:
     return lambda name, value: validate.one_of(name, value, words)
+
+
+def _or_auto(check: Check) -> Check:
+    def checked(name: str, value: Any) -> None:
+        if isinstance(value, str):
+            validate.one_of(name, value, ("auto",))
+        else:
+            check(name, value)
+
+    return checked
 
 
 def _delta(name: str, value: float) -> None:
@@ -64,20 +76,32 @@ class Settings:
     label: str | None = _option(None, "csv: and parquet: the column to predict, if the schema does not name it.")
     test: str | None = _option(None, "csv: and parquet: another file, with test records. They count as public.")
     model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
+    features: str | None = _option(
+        None, "Train on features from a public model: scattering, efficientnet-lite0. The default model is then a linear layer."
+    )
     mechanism: str = _option(
         "hidden-direction", "hidden-direction, gaussian, gradient or zeroth-order; paper (nominal only); or package.module:name."
     )
-    repeats: int | None = _option(8, "Perturbations per record, layer and step.", _at_least(1))
+    repeats: int | str | None = _option(
+        "auto", "Perturbations per record, layer and step: a number, or auto (by budget and model).", _or_auto(_at_least(1))
+    )
     exact: str | None = _option(
         None, "hidden-direction: layers that take exact gradients by a backward pass: auto, none, or their names, by commas."
     )
-    batch_size: int = _option(2_000, "Expected size of a batch.", _at_least(1))
+    batch_size: int | str = _option(
+        "auto", "Expected size of a batch: a number, or auto (by budget and epochs).", _or_auto(_at_least(1))
+    )
     epochs: float = _option(10.0, "How often a record is seen on average.", validate.positive)
     steps: int | None = _option(None, "Number of steps, instead of --epochs.", _at_least(1))
+    seconds: float | None = _option(
+        None, "Train for about so long, instead of --epochs: how many fit is measured on synthetic records.", validate.positive
+    )
     target_epsilon: float | None = _option(1.0, "The budget, never exceeded. The noise is calibrated to it.", validate.positive)
     target_delta: float = _option(1e-5, "Delta of the guarantee.", _delta)
     noise_multiplier: float | None = _option(None, "Noise, instead of the calibrated one. The budget still holds.", _noise)
-    learning_rate: float = _option(0.4, "Learning rate at the start.", validate.positive)
+    learning_rate: float | str = _option(
+        "auto", "Learning rate at the start: a number, or auto (by budget, batch size and model).", _or_auto(validate.positive)
+    )
     momentum: float = _option(0.9, "Momentum of SGD.", _momentum)
     optimizer: str = _option("sgd", f"{', '.join(OPTIMIZERS)}.", _word(*OPTIMIZERS))
     loss: str = _option(
@@ -128,6 +152,20 @@ class Settings:
         if self.seed >= 2**32:
             raise UsageError(f"seed is {self.seed}; it must be a whole number from 0 to 2^32 - 1.")
 
+    @property
+    def size(self) -> int:
+        """The batch size, where it is a number."""
+        if isinstance(self.batch_size, str):
+            raise UsageError(f"batch_size is {self.batch_size!r}; a number is needed here.")
+        return self.batch_size
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, where it is a number."""
+        if isinstance(self.learning_rate, str):
+            raise UsageError(f"learning_rate is {self.learning_rate!r}; a number is needed here.")
+        return self.learning_rate
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -172,7 +210,8 @@ def _papers_setting(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     """
     if values.get("target_epsilon") is not None:
         raise UsageError("the paper mechanism has no certified epsilon: give --noise-multiplier (sigma0), no target.")
-    batch_size = values.get("batch_size", 500)
+    batch_size = _converted("batch_size", values.get("batch_size", 500))
+    batch_size = 500 if batch_size == "auto" else batch_size
     found: dict[str, Any] = {"batch_size": batch_size, "target_epsilon": None, "repeats": None}
     if "target_std" not in own:
         found["noise_multiplier"] = 4.0
@@ -269,10 +308,20 @@ def _converted(name: str, value: Any) -> Any:
     elif isinstance(value, float) and int in allowed and value.is_integer() and abs(value) < 2**53:
         return int(value)
     elif isinstance(value, str) and str in allowed and "\x00" not in value:
-        return int(value) if int in allowed and value.isascii() and value.isdigit() and len(value) < 19 else value
+        return _number(value, allowed)
     words = {int: "a whole number", float: "a number", str: "a word", type(None): "none"}
     expected = " or ".join(words[kind] for kind in allowed)
     raise UsageError(f"{name} is {_short(value)}; it must be {expected}.")
+
+
+def _number(text: str, allowed: tuple[type[Any], ...]) -> int | float | str:
+    """What a word says where numbers are allowed, too; else the word."""
+    if int in allowed and text.isascii() and text.isdigit() and len(text) < 19:
+        return int(text)
+    if float in allowed and len(text) < 40:
+        with suppress(ValueError):
+            return float(text)
+    return text
 
 
 @cache

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch.utils.data import Dataset
 
 from dpulr import __version__
 from dpulr.accounting.events import Release
+from dpulr.auto import Choice, Task, choose, scheduled
+from dpulr.chosen import seconds_per_step
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import UsageError
 from dpulr.runs.evaluation import make_evaluation, make_loss, make_optimizer
@@ -22,6 +23,7 @@ from dpulr.runs.loading import load_data, make_mechanism, make_model, make_unit
 from dpulr.runs.settings import Settings
 from dpulr.temperature import check_classifier, fit_temperature, tempered
 
+MOST_EPOCHS = 100.0
 Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
 
 
@@ -30,20 +32,23 @@ class Training:
 
     The learning rate follows the steps charged so far, so it depends on nothing that a resumed run has lost. `round` is how often
     the run was resumed; it varies the public randomness of the steps. `open_end` takes as many steps as the budget allows.
+    `settings` has what was left to "auto" as numbers, so that a resumed run goes on with them.
     """
 
     def __init__(
         self, settings: Settings, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False
     ) -> None:
-        self.settings, self.model = settings, model.to(_device(settings))
-        self.optimizer = make_optimizer(settings, model)
+        self.model = model.to(_device(settings))
+        if settings.seconds is not None and settings.steps is None and not open_end:
+            settings = _within_seconds(settings, train, model)
+        self.optimizer = make_optimizer(settings, model)  # the rate is set in each step
         self.engine = PrivacyEngine(
             model,
             self.optimizer,
             train,
             make_loss(settings),
             mechanism=make_mechanism(settings),
-            batch_size=settings.batch_size,
+            batch_size=None if settings.batch_size == "auto" else settings.size,
             epochs=settings.epochs if settings.steps is None and not open_end else None,
             steps=None if open_end else settings.steps,
             target_epsilon=_share_of_training(settings),
@@ -57,6 +62,7 @@ class Training:
             unit=make_unit(settings),
             max_per_person=settings.max_per_person,
         )
+        self.settings = _settled(settings, self.engine)
         if settings.temperature is not None:
             self._check_temperature()
 
@@ -79,10 +85,8 @@ class Training:
 
     def learning_rate(self) -> float:
         """That of the next step."""
-        if self.settings.schedule == "constant":
-            return self.settings.learning_rate
         share = self.engine.steps_taken / max(self.engine.planned_steps, 1)
-        return self.settings.learning_rate * (1 + math.cos(math.pi * share)) / 2
+        return scheduled(self.settings.rate, self.settings.schedule, share)
 
     def steps(self) -> Iterator[tuple[Any, Any]]:
         """Take the steps that are left, one for each item; what comes out is the batch, which is private."""
@@ -91,6 +95,21 @@ class Training:
                 group["lr"] = self.learning_rate()
             self.engine.step(inputs, targets)
             yield inputs, targets
+
+
+def _settled(settings: Settings, engine: PrivacyEngine) -> Settings:
+    """With what was left to "auto" as numbers."""
+    choice = engine.choice
+    found: dict[str, Any] = {"batch_size": choice.batch_size, "learning_rate": choice.learning_rate, "repeats": choice.repeats}
+    return replace(settings, **{name: value for name, value in found.items() if getattr(settings, name) == "auto"})
+
+
+def _within_seconds(settings: Settings, train: Dataset[Any], model: nn.Module) -> Settings:
+    """As many epochs as fit, at most `MOST_EPOCHS`. A step is timed with the settings of ten epochs, on synthetic records."""
+    assert settings.seconds is not None
+    engine = Training(replace(settings, seconds=None), train, model).engine
+    passes = settings.seconds / max(seconds_per_step(engine), 1e-9) * engine.sample_rate
+    return replace(settings, seconds=None, epochs=float(f"{min(max(passes, engine.sample_rate), MOST_EPOCHS):.3g}"))
 
 
 def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
@@ -108,6 +127,7 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
     spent = engine.privacy_spent()
     return {
         "settings": settings.to_dict(),
+        "chosen": {name: getattr(training.settings, name) for name in ("batch_size", "repeats", "learning_rate", "epochs")},
         "guarantee": spent.guarantee,
         "epsilon": spent.epsilon,
         "delta": spent.delta,
@@ -141,17 +161,45 @@ def _device(settings: Settings) -> torch.device:
     return device
 
 
-def release_of(settings: Settings, train: Dataset[Any]) -> Callable[[float], Release]:
-    """What a step of these settings releases, for a given noise: as training makes it, with the model's own layers."""
-    probe = replace(
-        settings,
-        batch_size=1,
-        steps=1,
-        target_epsilon=None,
-        noise_multiplier=1.0,
-        rejection_threshold=0,
-        sampling="poisson",
-        temperature=None,
+@dataclass(frozen=True)
+class Outline:
+    """What a run would be, for a planner: its task, and what a step releases for a given noise, with the model's own layers."""
+
+    task: Task
+    choice: Choice
+    release: Callable[[float], Release]
+
+
+def outline_of(settings: Settings, train: Dataset[Any], records: int | None = None) -> Outline:
+    """As training would have it, on so many records. What is left to "auto" is chosen; no noise is calibrated."""
+    engine = Training(_cheap(settings, batch_size=1, steps=1), train, make_model(settings)).engine
+    length: dict[str, Any] = {"epochs": settings.epochs if settings.steps is None else None, "steps": settings.steps}
+    task = replace(
+        engine.task,
+        records=records or engine.task.records,
+        epsilon=settings.target_epsilon,
+        delta=settings.target_delta,
+        **length,
+        noise_multiplier=settings.noise_multiplier,
     )
-    engine = Training(probe, train, make_model(settings)).engine
-    return partial(engine.mechanism.release, engine.forward.sites)
+    mechanism = make_mechanism(settings)
+    repeats = getattr(mechanism, "repeats", None)
+    choice = choose(
+        task,
+        batch_size=settings.batch_size if isinstance(settings.batch_size, int) else None,
+        repeats=repeats if isinstance(repeats, int) else None,
+    )
+    mechanism = mechanism.with_repeats(choice.repeats).settled(engine.forward)
+    return Outline(task, choice, partial(mechanism.release, engine.forward.sites))
+
+
+def expected_seconds(settings: Settings, train: Dataset[Any], *, batch_size: int, steps: int, noise_multiplier: float) -> float:
+    """About what so many steps take here, by two steps on synthetic records; reading records comes on top."""
+    cheap = _cheap(settings, batch_size=batch_size, steps=steps, noise_multiplier=noise_multiplier)
+    return steps * seconds_per_step(Training(cheap, train, make_model(settings)).engine)
+
+
+def _cheap(settings: Settings, **changes: Any) -> Settings:
+    """With the noise given, and nothing to search for."""
+    plain: dict[str, Any] = {"target_epsilon": None, "noise_multiplier": 1.0, "rejection_threshold": 0, "sampling": "poisson"}
+    return replace(settings, **(plain | {"temperature": None, "seconds": None} | changes))

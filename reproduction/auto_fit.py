@@ -1,0 +1,239 @@
+"""What the constants of `dpulr.auto` are fitted to: Fashion-MNIST and synthetic tables, never the data that it is judged on.
+
+Each cell is a model, a budget, a number of epochs and a batch size, and is run with a ladder of learning rates, a factor of two
+apart, that goes on until the best one is no longer at its end. All on held-out training records, one seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from dpulr import auto
+from dpulr.auto import Constants, Layer, Task, batch_size_for, choose
+from dpulr.runs.settings import Settings
+from reproduction.pages import table
+from reproduction.results_file import found
+from reproduction.run import Run
+
+FILE = "auto.json"
+_LARGEST = (8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
+_MOVEMENT = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.8, 1.0)
+_STEPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_OUTSIDE = 4.0  # points lost per doubling beyond the rates that were tried: more than any that was seen inside
+_LADDER = 2.0
+
+
+@dataclass(frozen=True)
+class AutoRun(Run):
+    """A run of the studies of "auto": they have a file of their own."""
+
+    @property
+    def file(self) -> str:
+        return FILE
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`data` names one of DATA."""
+
+    data: str
+    mechanism: str
+    epsilon: float
+    epochs: float
+    batch_size: int
+    repeats: int | None = None
+
+    def run(self, learning_rate: float, **changes: Any) -> AutoRun:
+        about = DATA[self.data]
+        values = {
+            "dataset": about.dataset,
+            "features": about.features,
+            "model": about.model,
+            "holdout": about.holdout,
+            "mechanism": self.mechanism,
+            "repeats": self.repeats,
+            "batch_size": self.batch_size,
+            "epochs": self.epochs,
+            "target_epsilon": self.epsilon,
+            "learning_rate": float(f"{learning_rate:.3g}"),
+        }
+        return AutoRun(Settings(**(values | changes)))
+
+    def scores(self) -> dict[float, float]:
+        """Held-out accuracy in per cent by learning rate, as far as it has been run."""
+        return {rate: 100 * result["test_accuracy"] for rate in rungs() for result in found([self.run(rate)])}
+
+
+@dataclass(frozen=True)
+class Data:
+    dataset: str
+    model: str
+    holdout: int
+    records: int
+    fan_in: int
+    """The inputs of all layers together, biases included."""
+    features: str | None = None
+
+
+DATA = {
+    "mlp": Data("fashion-mnist", "mlp", 10_000, 50_000, 785 + 129 + 65 + 33),
+    "scattering": Data("fashion-mnist", "auto", 10_000, 50_000, 3_970, "scattering"),
+    "cnn": Data("fashion-mnist", "reproduction.models:small_cnn", 10_000, 50_000, 65 + 257 + 513 + 33),
+    "table": Data("reproduction.datasets:synthetic", "reproduction.models:tabular", 0, 8_000, 41 + 33),
+    "table-linear": Data("reproduction.datasets:synthetic", "reproduction.models:tabular_linear", 0, 8_000, 41),
+}
+
+
+def rungs() -> list[float]:
+    """All learning rates that are tried anywhere."""
+    return [0.1 * _LADDER**k for k in range(-10, 11)]
+
+
+def gradient_cells() -> list[Cell]:
+    cells = [
+        Cell("mlp", "gradient", epsilon, epochs, batch)
+        for epsilon, epochs in ((0.3, 2), (0.3, 10), (1.0, 5), (3.0, 2), (3.0, 10), (8.0, 10))
+        for batch in (500, 2_000, 8_000)
+    ]
+    cells += [
+        Cell("scattering", "gradient", epsilon, epochs, batch)
+        for epsilon, epochs in ((0.3, 5), (3.0, 5), (3.0, 20))
+        for batch in (1_000, 4_000)
+    ]
+    cells += [
+        Cell(data, "gradient", epsilon, epochs, batch)
+        for data in ("table", "table-linear")
+        for epsilon, epochs in ((0.3, 10), (1.0, 5), (4.0, 20))
+        for batch in (125, 500, 2_000)
+    ]
+    return cells
+
+
+def hidden_cells() -> list[Cell]:
+    cells = [
+        Cell("mlp", "hidden-direction", epsilon, 5, batch, repeats)
+        for epsilon in (0.3, 1.0, 4.0)
+        for batch in (1_000, 4_000)
+        for repeats in (4, 16)
+    ]
+    cells += [Cell("table", "hidden-direction", epsilon, 10, batch, 8) for epsilon in (0.3, 2.0) for batch in (250, 1_000)]
+    return cells
+
+
+def stages(cells: Sequence[Cell]) -> Iterator[list[Run]]:
+    """Three rates around a guess, then one more at that end at which the best one lies, until none does."""
+    yield [cell.run(rate) for cell in cells for rate in _start(cell)]
+    for _ in range(6):
+        more = [cell.run(rate) for cell in cells for rate in _next(cell)]
+        if not more:
+            return
+        yield list(more)
+
+
+def _start(cell: Cell) -> list[float]:
+    known = cell.scores()
+    if known:
+        return list(known)
+    from dpulr.accounting.small_signal import likely_shift
+
+    about = DATA[cell.data]
+    steps = cell.epochs * about.records / cell.batch_size
+    movement = likely_shift(cell.epsilon, 1e-5) * about.records
+    guess = 32 / math.sqrt(about.fan_in) / (1 + steps / (0.015 * movement))
+    nearest = min(rungs(), key=lambda rate: abs(math.log(rate / guess)))
+    return [nearest / _LADDER, nearest, nearest * _LADDER]
+
+
+def _next(cell: Cell) -> list[float]:
+    known = cell.scores()
+    if not known:
+        return []
+    best = max(known, key=lambda rate: known[rate])
+    return [rate for rate in (best / _LADDER, best * _LADDER) if min(rungs()) <= rate <= max(rungs()) and not _near(rate, known)]
+
+
+def _near(rate: float, known: dict[float, float]) -> bool:
+    return any(abs(math.log(rate / other)) < 0.1 for other in known)
+
+
+# --- the fit --------------------------------------------------------------------------------------------------------------
+def cells_of(mechanism: str) -> list[Cell]:
+    return gradient_cells() if mechanism == "gradient" else hidden_cells()
+
+
+def fitted(mechanism: str) -> Constants:
+    """The constants that lose least on average, on a coarse grid: first those of the rate, then that of the batch size."""
+    known = [(cell, scores) for cell in cells_of(mechanism) if len(scores := cell.scores()) > 1]
+
+    def lost_by_rate(pair: tuple[float, float]) -> float:
+        constants = Constants(*pair, 1.0)
+        return sum(max(scores.values()) - _at_rule(cell, scores, constants) for cell, scores in known)
+
+    largest, movement = min(product(_LARGEST, _MOVEMENT), key=lost_by_rate)
+    rates = Constants(largest, movement, 1.0)
+    groups: dict[tuple[Any, ...], dict[float, float]] = {}
+    for cell, scores in known:
+        curve = groups.setdefault((cell.data, cell.epsilon, cell.epochs, cell.repeats), {})
+        curve[cell.batch_size] = _at_rule(cell, scores, rates)
+
+    def lost_by_size(steps: float) -> float:
+        lost = 0.0
+        for (data, epsilon, epochs, _), curve in groups.items():
+            task = Task(mechanism, DATA[data].records, (), epsilon, epochs=epochs)
+            with patched(mechanism, replace(rates, steps=steps)):
+                lost += max(curve.values()) - _interpolated(curve, batch_size_for(task))
+        return lost
+
+    return replace(rates, steps=min(_STEPS, key=lost_by_size))
+
+
+@contextmanager
+def patched(mechanism: str, constants: Constants) -> Iterator[None]:
+    """`dpulr.auto` with other constants."""
+    before = auto.FITTED[mechanism]
+    auto.FITTED[mechanism] = constants
+    try:
+        yield
+    finally:
+        auto.FITTED[mechanism] = before
+
+
+def _at_rule(cell: Cell, scores: dict[float, float], constants: Constants) -> float:
+    """The accuracy at the rate that the rule gives with these constants, interpolated."""
+    about = DATA[cell.data]
+    task = Task(cell.mechanism, about.records, (Layer(about.fan_in, about.fan_in),), cell.epsilon, epochs=cell.epochs)
+    with patched(cell.mechanism, constants):
+        rate = choose(task, batch_size=cell.batch_size, repeats=cell.repeats).learning_rate
+    return _interpolated(scores, rate)
+
+
+def _interpolated(curve: dict[float, float], place: float) -> float:
+    """Linear in the logarithm; beyond the ends it falls."""
+    ends = sorted(curve)
+    outside = max(0.0, math.log2(ends[0] / place), math.log2(place / ends[-1]))
+    logs = [math.log(value) for value in ends]
+    return float(np.interp(math.log(place), logs, [curve[value] for value in ends])) - _OUTSIDE * outside
+
+
+def markdown() -> str:
+    """Each cell: its best rate, what the rule says, and what that loses; then the constants."""
+    rows = []
+    for mechanism in auto.FITTED:
+        for cell in cells_of(mechanism):
+            scores = cell.scores()
+            if len(scores) < 2:
+                continue
+            best, kept = max(scores, key=lambda rate: scores[rate]), _at_rule(cell, scores, auto.FITTED[mechanism])
+            label = f"{cell.repeats}" if cell.repeats else "-"
+            about = [cell.data, mechanism, f"{cell.epsilon:g}", f"{cell.epochs:g}", f"{cell.batch_size}", label]
+            rows.append([*about, f"{best:.3g}", f"{scores[best]:.1f}", f"{kept:.1f}"])
+    heads = ["data", "mechanism", "epsilon", "epochs", "batch", "repeats", "best rate", "its accuracy (%)", "at the rule's rate"]
+    constants = "\n".join(f"{mechanism}: {fitted(mechanism)}" for mechanism in auto.FITTED)
+    return f"{table(heads, rows)}\n\n{constants}"

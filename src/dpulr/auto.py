@@ -1,0 +1,223 @@
+"""Settings by public arithmetic: batch size, repeats, learning rate, schedule and momentum, from what is known before any record
+is seen: the budget, the number of records, how long to train, and the shapes of the model. No torch.
+
+Three quantities decide. The *shift* mu is what epsilon and delta allow all steps together to give away. Noise moves the weights by
+learning rate x sqrt(steps) x noise / batch, which is about steps / (mu x records) per unit of learning rate, whatever the batch.
+And what a layer makes of a moved weight grows with the square root of its inputs. The constants were fitted on Fashion-MNIST and
+on synthetic tables (`python -m reproduction auto-fit`), on nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from dpulr.accounting.planning import steps_of
+from dpulr.accounting.small_signal import likely_noise, likely_shift
+
+Auto = Literal["auto"]
+MOMENTUM, SCHEDULE, EPOCHS = 0.9, "cosine", 10.0
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fitted. `largest`: the learning rate without noise, times the square root of the inputs. `movement`: how far noise may move
+    what a layer puts out. `steps`: how many steps are worth taking, as a multiple of those at which noise halves the rate."""
+
+    largest: float
+    movement: float
+    steps: float
+
+
+FITTED = {
+    "gradient": Constants(largest=96.0, movement=0.4, steps=4.0),
+    "hidden-direction": Constants(largest=96.0, movement=0.4, steps=4.0),
+}
+FEWEST_STEPS, SMALLEST_BATCH, LARGEST_SHARE = 60, 32, 1 / 3
+_AFFORDABLE = 4e6  # multiplications of all repeats of a record
+_FEW, _MANY = 8, 32
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The public shape of a trained layer: inputs of an output (bias included), parameters, positions that share them."""
+
+    fan_in: int
+    parameters: int
+    positions: int = 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is known in advance. Give `epochs` or `steps`; None for both: `EPOCHS`. `epsilon` None: the noise is given instead."""
+
+    mechanism: str
+    records: int
+    layers: tuple[Layer, ...]
+    epsilon: float | None = 1.0
+    delta: float = 1e-5
+    epochs: float | None = None
+    steps: int | None = None
+    noise_multiplier: float | None = None
+    adaptive: bool = False
+    """Whether the optimizer divides by the size of what it has seen, as Adam does."""
+
+    @property
+    def shift(self) -> float:
+        """mu: two unit normals so far apart have this epsilon and delta."""
+        return likely_shift(1.0 if self.epsilon is None else self.epsilon, self.delta or 1e-5)
+
+    @property
+    def constants(self) -> Constants:
+        return FITTED.get(self.mechanism, FITTED["gradient"])
+
+    @property
+    def fan_in(self) -> int:
+        return sum(layer.fan_in for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, what it rests on, and `why`: a sentence for each."""
+
+    batch_size: int
+    steps: int
+    repeats: int
+    learning_rate: float
+    momentum: float
+    schedule: str
+    outlook: float
+    """The share of what training without noise gains over guessing that is to be expected: a rule of thumb."""
+    why: dict[str, str] = field(compare=False, default_factory=dict)
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return scheduled(self.learning_rate, self.schedule, step / max(steps, 1))
+
+    def text(self) -> str:
+        """All choices, a line each."""
+        values = asdict(self)
+        return "\n".join(f"{name.replace('_', ' ')} {_shown(values[name])}: {sentence}" for name, sentence in self.why.items())
+
+
+def choose(task: Task, *, batch_size: int | None = None, repeats: int | None = None) -> Choice:
+    """The settings for a task. What is given is kept, and the others are chosen to fit it."""
+    why: dict[str, str] = {}
+    batch = batch_size or batch_size_for(task, why)
+    rate = min(1.0, batch / task.records)
+    steps = task.steps or steps_of(task.epochs or EPOCHS, rate)
+    noise = (
+        likely_noise(task.epsilon, task.delta or 1e-5, rate, steps) if task.epsilon is not None else task.noise_multiplier or 0.0
+    )
+    count = repeats or _repeats(task, noise, why)
+    learning_rate = _learning_rate(task, noise, steps, batch, count, why)
+    why["momentum"] = "a mean over about ten steps, over which noise averages out and the gradient does not."
+    why["schedule"] = "half a cosine down to 0: the last steps are small, so that their noise does not stay in the weights."
+    share = outlook(task)
+    why["outlook"] = (
+        f"signal to noise {task.shift * task.records / math.sqrt(task.parameters):.2g} (shift {task.shift:.2g} x {task.records:,} "
+        f"records / sqrt({task.parameters:,} parameters)): about {share:.0%} of what training without noise gains over guessing."
+    )
+    return Choice(batch, steps, count, learning_rate, MOMENTUM, SCHEDULE, round(share, 2), why)
+
+
+def scheduled(learning_rate: float, schedule: str, share: float) -> float:
+    """The learning rate after a share of the steps."""
+    return learning_rate if schedule == "constant" else learning_rate * (1 + math.cos(math.pi * share)) / 2
+
+
+def outlook(task: Task) -> float:
+    """What share of the gain over guessing is left: 1 / (1 + (1.5 / r)^1.2), r the signal to noise of the whole run."""
+    ratio = task.shift * task.records / math.sqrt(max(1, task.parameters))
+    return 1 / (1 + math.pow(1.5 / ratio, 1.2))
+
+
+def warnings_for(task: Task) -> list[str]:
+    """What should be said before a run that can hardly learn, in sentences."""
+    share = outlook(task)
+    if share >= 0.5 or task.epsilon is None:
+        return []
+    smaller = int(task.parameters * (task.shift * task.records / math.sqrt(task.parameters) / 1.5) ** 2)
+    return [
+        f"epsilon {task.epsilon:g} with {task.records:,} records and {task.parameters:,} parameters: no setting learns well here. "
+        f"Expect about {share:.0%} of what training without noise gains over guessing. More records, a larger epsilon, or a "
+        f"smaller model (about {max(1, smaller):,} parameters would keep half) help; public features do, too (dpulr.features)."
+    ]
+
+
+# --- one rule each --------------------------------------------------------------------------------------------------------
+def batch_size_for(task: Task, why: dict[str, str] | None = None) -> int:
+    """As many steps as can be used: more of them only get smaller, fewer leave budget unused."""
+    constants = task.constants
+    useful = constants.steps * task.shift * task.records * constants.movement / constants.largest
+    wanted = max(FEWEST_STEPS, useful)
+    epochs = task.epochs or (EPOCHS if task.steps is None else max(EPOCHS, task.steps / wanted))
+    wanted = wanted if task.steps is None else task.steps
+    size = epochs * task.records / wanted
+    size = min(max(size, SMALLEST_BATCH), max(SMALLEST_BATCH, LARGEST_SHARE * task.records))
+    size = min(task.records, _round(size))
+    (why if why is not None else {})["batch_size"] = (
+        f"about {wanted:,.0f} steps can be used at this budget (at least {FEWEST_STEPS}), and {epochs:g} epochs of "
+        f"{task.records:,} records are shared among them."
+    )
+    return int(size)
+
+
+def _repeats(task: Task, noise: float, why: dict[str, str]) -> int:
+    """Directions of a record: as many as make its own scatter small beside the noise, and as a processor affords."""
+    if task.mechanism == "gradient":
+        return 1
+    affordable = _power_of_two(_AFFORDABLE / sum(layer.parameters * layer.positions for layer in task.layers))
+    wanted = min(max(_power_of_two(24 / max(noise, 0.1)), _FEW), _MANY) if task.mechanism == "hidden-direction" else 16
+    count = max(1, min(wanted, affordable))
+    why["repeats"] = f"with a noise of about {noise:.2g}, {wanted} directions make a record's own scatter small" + (
+        f", but a model of this size affords {count}." if count < wanted else "."
+    )
+    return count
+
+
+def _learning_rate(task: Task, noise: float, steps: int, batch: int, repeats: int, why: dict[str, str]) -> float:
+    constants, root = task.constants, math.sqrt(task.fan_in)
+    drift = noise * math.sqrt(steps) / batch
+    rate = 1 / (root / constants.largest + root * drift / constants.movement)
+    if task.mechanism == "gaussian":
+        outputs = sum(layer.parameters / layer.fan_in for layer in task.layers) / len(task.layers)
+        rate *= math.sqrt(1 + outputs / repeats)  # an estimate is so much longer than the gradient, and clipping shortens it
+    if task.mechanism == "zeroth-order":
+        rate *= math.sqrt(task.parameters / repeats)  # the update is shorter by this public factor
+    if task.adaptive:  # it divides by the size of a gradient, which is mostly noise; and it has no factor of 1 / (1 - momentum)
+        rate *= noise / batch / (1 - MOMENTUM)
+    limit = "noise" if drift / constants.movement > 1 / constants.largest else "the curvature of the loss"
+    why["learning_rate"] = (
+        f"{limit} sets it: {steps:,} steps with a noise of about {noise:.2g} on batches of {batch:,} move a weight by "
+        f"{drift:.2g} per unit of learning rate, and an output sees {root:.3g} times that (the root of {task.fan_in:,} inputs)."
+    )
+    return float(f"{rate:.2g}")
+
+
+def layers_of(sizes: Iterable[int]) -> tuple[Layer, ...]:
+    """The layers of a multi-layer perceptron of these sizes."""
+    widths = list(sizes)
+    return tuple(Layer(a + 1, (a + 1) * b) for a, b in pairwise(widths))
+
+
+def _power_of_two(value: float) -> int:
+    """The power of two nearest to it, at least 1."""
+    return int(2 ** max(0, round(math.log2(max(value, 1.0)))))
+
+
+def _round(value: float) -> int:
+    """Two digits are enough."""
+    digits = 10 ** max(0, math.floor(math.log10(value)) - 1)
+    return int(round(value / digits) * digits)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
