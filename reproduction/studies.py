@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduction import auto_fit, beyond, certified, hybrid, losses, options, paper_figures, paper_tables, public_features
+from reproduction import auto_fit, beyond, certified, hybrid, losses, options, paper_figures, paper_tables, public_features, senders
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
 from reproduction.results_file import described, found
@@ -207,6 +207,15 @@ def studies() -> dict[str, Study]:
             epochs=10,
             changeable=False,
             before=losses.small,
+        ),
+        Study(
+            "senders",
+            "SpamAssassin e-mails: records, or their senders, as what is protected",
+            ("all",),
+            lambda choice: senders.stages(choice.seeds),
+            lambda choice: senders.markdown(choice.seeds),
+            epochs=30,
+            changeable=False,
         ),
         Study(
             "gaussian",
