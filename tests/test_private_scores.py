@@ -44,7 +44,7 @@ class Odd(nn.Module):
 
 def right(rows: list[tuple[float, float, int]]) -> int:
     values = torch.tensor([row[:2] for row in rows])
-    return HeldOut(Odd(), TensorDataset(values, torch.tensor([row[2] for row in rows])), batch_size=3)._right_answers()
+    return HeldOut(Odd(), TensorDataset(values, torch.tensor([row[2] for row in rows])), batch_size=3).right_answers()
 
 
 @pytest.mark.parametrize("row", [(7.0, 0.0, 0), (math.nan, 0.0, 0), (1.0, math.inf, 1), (0.0, 1.0, 99), (0.0, 1.0, -1)])
