@@ -32,11 +32,8 @@ class Constants:
     steps: float
 
 
-FITTED = {
-    "gradient": Constants(largest=96.0, movement=0.4, steps=4.0),
-    "hidden-direction": Constants(largest=96.0, movement=0.4, steps=4.0),
-}
-FEWEST_STEPS, SMALLEST_BATCH, LARGEST_SHARE = 60, 32, 1 / 3
+FITTED = Constants(largest=96.0, movement=0.4, steps=2.0)
+FEWEST_STEPS, MOST_STEPS, SMALLEST_BATCH, LARGEST_SHARE = 250, 1_500, 32, 1 / 3
 _AFFORDABLE = 4e6  # multiplications of all repeats of a record
 _FEW, _MANY = 8, 32
 
@@ -69,10 +66,6 @@ class Task:
     def shift(self) -> float:
         """mu: two unit normals so far apart have this epsilon and delta."""
         return likely_shift(1.0 if self.epsilon is None else self.epsilon, self.delta or 1e-5)
-
-    @property
-    def constants(self) -> Constants:
-        return FITTED.get(self.mechanism, FITTED["gradient"])
 
     @property
     def fan_in(self) -> int:
@@ -155,16 +148,16 @@ def warnings_for(task: Task) -> list[str]:
 # --- one rule each --------------------------------------------------------------------------------------------------------
 def batch_size_for(task: Task, why: dict[str, str] | None = None) -> int:
     """As many steps as can be used: more of them only get smaller, fewer leave budget unused."""
-    constants = task.constants
+    constants = FITTED
     useful = constants.steps * task.shift * task.records * constants.movement / constants.largest
-    wanted = max(FEWEST_STEPS, useful)
+    wanted = min(max(FEWEST_STEPS, useful), MOST_STEPS)
     epochs = task.epochs or (EPOCHS if task.steps is None else max(EPOCHS, task.steps / wanted))
     wanted = wanted if task.steps is None else task.steps
     size = epochs * task.records / wanted
     size = min(max(size, SMALLEST_BATCH), max(SMALLEST_BATCH, LARGEST_SHARE * task.records))
     size = min(task.records, _round(size))
     (why if why is not None else {})["batch_size"] = (
-        f"about {wanted:,.0f} steps can be used at this budget (at least {FEWEST_STEPS}), and {epochs:g} epochs of "
+        f"about {wanted:,.0f} steps can be used at this budget ({FEWEST_STEPS} to {MOST_STEPS:,}), and {epochs:g} epochs of "
         f"{task.records:,} records are shared among them."
     )
     return int(size)
@@ -184,7 +177,7 @@ def _repeats(task: Task, noise: float, why: dict[str, str]) -> int:
 
 
 def _learning_rate(task: Task, noise: float, steps: int, batch: int, repeats: int, why: dict[str, str]) -> float:
-    constants, root = task.constants, math.sqrt(task.fan_in)
+    constants, root = FITTED, math.sqrt(task.fan_in)
     drift = noise * math.sqrt(steps) / batch
     rate = 1 / (root / constants.largest + root * drift / constants.movement)
     if task.mechanism == "gaussian":
