@@ -32,7 +32,7 @@ class Constants:
     steps: float
 
 
-FITTED = Constants(largest=96.0, movement=0.4, steps=2.0)
+FITTED = {"linear": Constants(largest=384.0, movement=0.3, steps=1.0), "deep": Constants(largest=64.0, movement=0.4, steps=2.0)}
 FEWEST_STEPS, MOST_STEPS, SMALLEST_BATCH, LARGEST_SHARE = 250, 1_500, 32, 1 / 3
 _AFFORDABLE = 4e6  # multiplications of all repeats of a record
 _FEW, _MANY = 8, 32
@@ -66,6 +66,11 @@ class Task:
     def shift(self) -> float:
         """mu: two unit normals so far apart have this epsilon and delta."""
         return likely_shift(1.0 if self.epsilon is None else self.epsilon, self.delta or 1e-5)
+
+    @property
+    def constants(self) -> Constants:
+        """A single layer has a convex loss, and takes larger steps."""
+        return FITTED["linear" if len(self.layers) == 1 else "deep"]
 
     @property
     def fan_in(self) -> int:
@@ -148,7 +153,7 @@ def warnings_for(task: Task) -> list[str]:
 # --- one rule each --------------------------------------------------------------------------------------------------------
 def batch_size_for(task: Task, why: dict[str, str] | None = None) -> int:
     """As many steps as can be used: more of them only get smaller, fewer leave budget unused."""
-    constants = FITTED
+    constants = task.constants
     useful = constants.steps * task.shift * task.records * constants.movement / constants.largest
     wanted = min(max(FEWEST_STEPS, useful), MOST_STEPS)
     epochs = task.epochs or (EPOCHS if task.steps is None else max(EPOCHS, task.steps / wanted))
@@ -177,7 +182,7 @@ def _repeats(task: Task, noise: float, why: dict[str, str]) -> int:
 
 
 def _learning_rate(task: Task, noise: float, steps: int, batch: int, repeats: int, why: dict[str, str]) -> float:
-    constants, root = FITTED, math.sqrt(task.fan_in)
+    constants, root = task.constants, math.sqrt(task.fan_in)
     drift = noise * math.sqrt(steps) / batch
     rate = 1 / (root / constants.largest + root * drift / constants.movement)
     if task.mechanism == "gaussian":
