@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup setup-dev train test lint types tests test-all check-accounting audit bench bench-quick results reproduce pages clean
+.PHONY: help setup setup-dev train test lint types tests test-all check-accounting audit bench bench-quick results reproduce pages docs release clean
 
 help:
 	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
@@ -15,6 +15,8 @@ help:
 	@echo "make bench             speed and memory beside others, into docs/performance.md (15 minutes, quiet machine)"
 	@echo "make bench-quick       ratios alone; fails when one is more than 25 % above its goal"
 	@echo "make pages             fill the tables and pictures of docs/ from reproduction/results"
+	@echo "make docs              the documentation site, in build/site: tutorials are run, warnings are errors"
+	@echo "make release           wheel and sdist in dist/, checked"
 	@echo "make clean             remove .venv and caches"
 
 setup: .venv/ready
@@ -80,6 +82,18 @@ bench-quick: setup-dev
 
 pages: setup-dev
 	$(BIN)/python -m reproduction pages
+
+docs: setup-dev
+	@echo "--- running the tutorials that have changed"
+	OMP_NUM_THREADS=1 $(BIN)/python docs/build_tutorials.py
+	@echo "--- building the site"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python docs/check_site.py build/site
+
+release: setup-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

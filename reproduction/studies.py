@@ -17,6 +17,7 @@ from reproduction import (
     paper_figures,
     paper_tables,
     public_features,
+    senders,
 )
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
@@ -218,6 +219,15 @@ def studies() -> dict[str, Study]:
             epochs=10,
             changeable=False,
             before=losses.small,
+        ),
+        Study(
+            "senders",
+            "SpamAssassin e-mails: records, or their senders, as what is protected",
+            ("all",),
+            lambda choice: senders.stages(choice.seeds),
+            lambda choice: senders.markdown(choice.seeds),
+            epochs=30,
+            changeable=False,
         ),
         Study(
             "gaussian",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
+import runpy
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +20,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 import dpulr
+from dpulr import cli
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dpulr"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEEPER = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 OWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/pitfalls.md", "docs/decisions.md")]
 
 
@@ -180,13 +186,38 @@ def test_the_readme_quotes_the_results() -> None:
 
 
 # --- programs -------------------------------------------------------------------------------------------------------------
-def programs() -> Iterator[tuple[str, str]]:
-    for page in OWN:
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
-            yield f"{page.stem}-{number}", block
+QUICK = ("README", "CONTRIBUTING", "architecture", "pitfalls", "decisions", "accounting")
+"""Pages whose programs run in the quick tier; those of the others in the slow one."""
+SMALL = "import dpulr, numpy, torch; x, y = torch.randn(1, 4), torch.zeros(1, dtype=torch.int64)\n"
+BEFORE = {  # what a page takes as given
+    "audit": SMALL
+    + """
+model, loss_fn = torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.nn.CrossEntropyLoss(reduction="none")
+inputs, targets = torch.randn(50, 4), torch.zeros(50, dtype=torch.int64)
+""",
+    "users": SMALL
+    + """
+model, loss_fn = torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.nn.CrossEntropyLoss(reduction="none")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = [{"x": [0.0] * 4, "y": 1, "sender": i // 2} for i in range(1_000)]
+dataset = dpulr.data.Columns(rows, inputs="x", target="y")
+""",
+    "cli": """
+import numpy, dpulr.cli
+images = numpy.zeros((2, 1, 28, 28), dtype="float32")
+assert dpulr.cli.main(["train", "--steps", "2", "--evaluations", "1", "--out", "runs/fashion"]) == 0
+""",
+}
 
 
-PROGRAMS = dict(programs())
+def blocks(page: Path, kind: str) -> list[str]:
+    return [
+        textwrap.dedent(block) for block in re.findall(rf"^ *```{kind}\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+
+
+PROGRAMS = {f"{page.stem}-{i}": block for page in OWN for i, block in enumerate(blocks(page, "python"))}
+WHOLE = {str(page.relative_to(ROOT)): page for page in [*PAGES, *DEEPER] if blocks(page, "python")}
 
 
 def run(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -196,15 +227,61 @@ def run(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As printed; but three steps where it trains for epochs."""
-    run(re.sub(r"epochs=\d+", "steps=3", PROGRAMS[name]), capsys, monkeypatch)
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the pages open."""
+    census = importlib.util.find_spec("xai")
+    if census is None or census.origin is None:
+        pytest.skip("the package xai has the census")
+    shutil.copy(Path(census.origin).parent / "data" / "census.csv", tmp_path)
+    shutil.copy(ROOT / "examples" / "adult.toml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shortened(program: str) -> str:
+    """Three steps where it trains for epochs."""
+    return re.sub(r"epochs=\d+", "steps=3", program) if "PrivacyEngine(" in program else program
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if p.stem in QUICK else pytest.mark.slow) for n, p in WHOLE.items()])
+def test_the_programs_of_a_page_run(
+    name: str, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, as a reader would type them."""
+    page = WHOLE[name]
+    program = "\n".join([BEFORE.get(page.stem, ""), *blocks(page, "python")])
+    run(shortened(program), capsys, monkeypatch)
+
+
+COMMANDS = [
+    (page.name, line)
+    for page in [*PAGES, *DEEPER]
+    for block in blocks(page, "sh")
+    for line in block.splitlines()
+    if line.startswith("dpulr ")
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_commands_are_accepted(page: str, line: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As printed; but what trains says only what it would do."""
+    arguments = shlex.split(line, comments=True)[1:]
+    assert cli.main([*arguments, *(["--dry-run"] if arguments[0] == "train" else [])]) == 0
+
+
+def test_tutorials_are_those_of_their_scripts() -> None:
+    """Pages are made by `make docs`; their programs are run by the tests above."""
+    build = runpy.run_path(str(ROOT / "docs" / "build_tutorials.py"))
+    scripts = sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+    assert scripts
+    assert [path.name for path in scripts if not build["up_to_date"](path)] == []
 
 
 def test_the_readme_prints_the_whole_statement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the README shows is what the program prints, but for the numbers of a longer run."""
-    statement, accuracy = run(PROGRAMS["README-0"].replace("epochs=5", "steps=3"), capsys, monkeypatch)
+    statement, accuracy = run(shortened(PROGRAMS["README-0"]), capsys, monkeypatch)
     shown = re.search(r"```text\n(\(epsilon.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown is not None
     *sentence, number = shown.group(1).split()

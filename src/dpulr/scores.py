@@ -31,7 +31,7 @@ class Scores:
     loss               mean cross-entropy
     brier              mean squared distance of the probabilities from the true class (0 to 2)
     calibration_error  how far confidence and accuracy lie apart: the mean over 15 bins of confidence, weighted by their records
-    confusion          confusion[i][j]: how many records of class i were given class j
+    confusion          row i, column j: how many records of class i were given class j
     """
 
     accuracy: float

@@ -219,3 +219,20 @@ def test_a_draft_is_refused_until_it_is_public(job: tuple[Path, list[Any]], run_
     assert "the schema was drafted from the data" in ended.err
     drafted.write_text(drafted.read_text().replace("from_data = true", ""))
     assert run_cli(*command, "--evaluations", 0, "--out", folder / "run").code == 0
+
+
+def test_a_column_outside_of_the_schema_says_who_a_record_belongs_to(tmp_path: Path) -> None:
+    from dpulr.membership import Membership
+
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    lines = [
+        LINES[0],
+        *[line.replace(line[:1], who, 1) for line, who in zip(LINES[1:], (b"ann", b"bob", b"", b"ann"), strict=True)],
+    ]
+    (tmp_path / "t.csv").write_bytes(b"\n".join(lines))
+    table = read_table(tmp_path / "t.csv", tmp_path / "schema.toml")
+    assert Membership.of(table, "id").owners.tolist() == [0, 1, -1, 0]
+    assert Membership.of(table.rows(1), "id").owners.tolist() == [0, -1, 1]
+    assert Membership.of(torch.utils.data.Subset(table, [3, 0, 1]), "id").owners.tolist() == [0, 0, 1]
+    with pytest.raises(DataError, match="no such column; it has 'id', 'age'"):
+        Membership.of(table, "person")

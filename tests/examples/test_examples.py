@@ -77,6 +77,16 @@ def test_quickstart_stays_within_its_budget(example: ModuleType, capsys: pytest.
     assert capsys.readouterr().out == f"{spent}\n{accuracy}\n"
 
 
+# --- people ---------------------------------------------------------------------------------------------------------------
+@use("people")
+def test_people_are_protected_instead_of_records(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    (records, _), (people, _) = example.main(epochs=1 / 20)
+    assert (records.unit, people.unit) == ("record", "person")
+    assert people.public_size < example.WRITERS + 1
+    assert 0 < people.epsilon <= 3
+    assert "one person with all of their records" in capsys.readouterr().out
+
+
 # --- the literal step -----------------------------------------------------------------------------------------------------
 @use("literal_step")
 def test_the_library_takes_the_literal_step(example: ModuleType) -> None:

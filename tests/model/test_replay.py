@@ -69,8 +69,6 @@ TRACED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example]]] = {
 WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Example], type[Passes], str]] = {
     "if on values": (zoo.ValueBranch, flat, RecordwisePasses, "one by one, .* reads the value of a tensor"),
     "if on values chooses a layer": (zoo.Experts, flat, RecordwisePasses, "one by one, .* reads the value of a tensor"),
-    "if on shapes": (zoo.ShapeBranch, flat, HookedPasses, "whole forward passes"),
-    "item assignment": (zoo.ItemAssignment, flat, HookedPasses, "item assignment"),
     "numpy inline": (zoo.InlineBox, flat, HookedPasses, "whole forward passes"),
     "the model is the layer": (lambda: nn.GRUCell(6, 3), flat, HookedPasses, "the model itself holds the parameters"),
 }

@@ -32,7 +32,7 @@ from dpulr.model.people import People
 from dpulr.randomness import RandomSource
 
 Canary = tuple[Tensor, Tensor]
-_ENDLESS = 10**9
+ENDLESS = 10**9
 _NUMBERS = 1 << 20  # numbers in one release of many rows
 _SIMULATIONS = 200
 
@@ -172,7 +172,7 @@ class RowsGame(Game):
             **_as_people(np.arange(self.rows).repeat(per_person), per_person),
             expected_batch_size=1.0,
             sample_rate=sample_rate,
-            steps=_ENDLESS,
+            steps=ENDLESS,
             noise_multiplier=noise_multiplier,
             randomness=randomness(seed),
         )
@@ -251,7 +251,7 @@ class BatchGame(Game):
                     **_as_people(np.minimum(np.arange(len(data[1])), len(targets)), per_person),
                     expected_batch_size=size,
                     sample_rate=sample_rate,
-                    steps=_ENDLESS,
+                    steps=ENDLESS,
                     noise_multiplier=noise_multiplier,
                     sampling=sampling,
                     rejection_threshold=rejection_threshold,

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from dpulr import validate
 from dpulr.audit import canaries
 from dpulr.audit.games import Game, RowsGame, batch_game, single_canary_game
+from dpulr.audit.hybrid_game import HybridGame
 from dpulr.audit.verdict import Verdict, judge
 from dpulr.errors import BudgetError, InvalidArgument
-from dpulr.mechanisms import Mechanism, kind_of
+from dpulr.mechanisms import HiddenDirection, Mechanism, kind_of
 from dpulr.model.losses import LossFunction
 
 ROWS_TRIALS, BATCH_TRIALS = 400_000, 10_000
@@ -101,7 +102,15 @@ def one_step(
         shared: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps, "seed": seed}
         shared["per_person"] = per_person
         game: Game
-        game = RowsGame(attacked, dim=dim or worst.dim, **shared) if worst.many_per_step else single_canary_game(attacked, **shared)
+        if isinstance(attacked, HiddenDirection) and attacked.exact != "none" and per_person == 1:
+            del shared["per_person"]
+            game = HybridGame(attacked, dim=dim or worst.dim, **shared)
+        else:
+            game = (
+                RowsGame(attacked, dim=dim or worst.dim, **shared)
+                if worst.many_per_step
+                else single_canary_game(attacked, **shared)
+            )
         count = trials or worst.trials or ROWS_TRIALS
         return play(game, canary="crafted", trials=count, delta=delta, confidence=confidence, settings=settings)
     if (model is None) != (loss_fn is None) or (records is None) != (model is None):

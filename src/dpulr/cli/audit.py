@@ -19,7 +19,9 @@ _GAMES = ("one-step", "one-run", "many-runs", "randomness")
 
 
 def audit(
-    mechanism: Annotated[str, typer.Option(help="gaussian, hidden-direction, zeroth-order or paper.")] = "hidden-direction",
+    mechanism: Annotated[
+        str, typer.Option(help="gaussian, gradient, hidden-direction, zeroth-order or paper.")
+    ] = "hidden-direction",
     game: Annotated[
         str, typer.Option(help="one-step; one-run: many canaries in one training; many-runs; randomness: what the proofs assume.")
     ] = "one-step",
@@ -30,6 +32,7 @@ def audit(
     noise_multiplier: Annotated[float | None, typer.Option(help="Noise over the bound on a record. Default: 1.")] = None,
     sample_rate: Annotated[float | None, typer.Option(help="Chance of a record to be in a step.")] = None,
     steps: Annotated[int | None, typer.Option(help="Releases that the attacker sees, or steps of a training run.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="hidden-direction, crafted: an exact layer in the same release.")] = False,
     per_person: Annotated[int | None, typer.Option(help="one-step: the canary is a person with so many records.")] = None,
     dim: Annotated[int | None, typer.Option(help="crafted: dimensions of the layer.")] = None,
     trials: Annotated[int | None, typer.Option(help="Games with the canary, and as many without; one-run: canaries.")] = None,
@@ -63,7 +66,9 @@ def audit(
             raise UsageError("--game randomness takes --mechanism, --confidence, --seed and --json only.")
         _randomness(mechanism, options, as_json)
         return
-    verdict = _play(mechanism, game, options)
+    if exact and (mechanism != "hidden-direction" or game != "one-step" or canary not in (None, "crafted")):
+        raise UsageError("--exact is for hidden-direction, --game one-step and the crafted canary.")
+    verdict = _play(mechanism, game, options, exact=exact)
     if output is not None:
         _store(verdict, output)
     print(verdict.to_json() if as_json else f"{verdict}\n\n{verdict.details()}")
@@ -71,11 +76,12 @@ def audit(
         raise typer.Exit(CLAIM_REFUTED)
 
 
-def _play(mechanism: str, game: str, options: dict[str, Any]) -> Verdict:
+def _play(mechanism: str, game: str, options: dict[str, Any], *, exact: bool) -> Verdict:
     from dpulr import audit
+    from dpulr.mechanisms import HiddenDirection
 
     if game == "one-step":
-        return audit.one_step(mechanism, **options)
+        return audit.one_step(HiddenDirection(subspace=None, exact="auto") if exact else mechanism, **options)
     if "per_person" in options:
         raise UsageError("--per-person is for --game one-step.")
     count = options.pop("trials", None)

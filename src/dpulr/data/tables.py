@@ -32,8 +32,11 @@ class TableDataset(ArrayDataset):
     nothing to training.
     """
 
-    def __init__(self, schema: TableSchema, inputs: np.ndarray, targets: np.ndarray) -> None:
+    def __init__(
+        self, schema: TableSchema, inputs: np.ndarray, targets: np.ndarray, file: _File | None = None, first: int = 0
+    ) -> None:
         super().__init__(inputs, targets)
+        self._file, self._first = file, first
         self.table_schema = schema
         self.features, self.classes = schema.features, list(schema.target.categories)
         self.reason_for_none = schema.reason_for_none
@@ -42,7 +45,19 @@ class TableDataset(ArrayDataset):
 
     def rows(self, start: int, stop: int | None = None) -> TableDataset:
         """The records from `start` to `stop`, as a table of their own."""
-        return TableDataset(self.table_schema, self.inputs[start:stop], self.targets[start:stop])
+        first = self._first + range(len(self))[start:stop].start
+        return TableDataset(self.table_schema, self.inputs[start:stop], self.targets[start:stop], self._file, first)
+
+    @property
+    def column_names(self) -> list[str]:
+        """All columns of the file, those of the schema and others."""
+        return [] if self._file is None else list(self._file.names)
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column as the file has them: who a record belongs to, say."""
+        if self._file is None:
+            raise DataError(f"this table was not read from a file: it has no column {name!r} beside those of its schema.")
+        return self._file.columns([name])[0][self._first : self._first + len(self)]
 
     @property
     def labels(self) -> np.ndarray:
@@ -71,9 +86,10 @@ def read_table(
     target = about.target
     if not target.categories:
         numbers = target.numbers(values[target.name])
-        return TableDataset(about, inputs, (2 * (numbers - target.low) / (target.high - target.low) - 1).astype(np.float32))
+        scaled = (2 * (numbers - target.low) / (target.high - target.low) - 1).astype(np.float32)
+        return TableDataset(about, inputs, scaled, file)
     places = target.places(values[target.name])
-    return TableDataset(about, inputs, np.where(places < 0, np.nan, places))
+    return TableDataset(about, inputs, np.where(places < 0, np.nan, places), file)
 
 
 class _File:

@@ -18,7 +18,7 @@ def is_program(module: nn.Module) -> bool:
     """Whether the module is TorchScript, or a graph that uses parameters of modules without calling them (torch.export)."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
-    if not isinstance(module, fx.GraphModule):
+    if not isinstance(module, fx.GraphModule) or module.meta.get("layers inside"):  # model/exported.py
         return False
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return any(node.op == "get_attr" and node.target in parameters for node in module.graph.nodes)

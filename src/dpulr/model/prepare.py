@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpulr import validate
 from dpulr.errors import InvalidArgument, ModelRefused
-from dpulr.model.batches import call_on_copy, synthetic
+from dpulr.model.batches import call_on_copy, count, row, synthetic
 from dpulr.model.black_box import stand_ins
 from dpulr.model.equal_rows import EqualRows
+from dpulr.model.exported import export, is_worth_it
 from dpulr.model.forward import Forward
-from dpulr.model.graph import Untraceable
+from dpulr.model.graph import Untraceable, trace
 from dpulr.model.layers import Call, is_foreign, rule_for
 from dpulr.model.layers.affine import AffineRule
 from dpulr.model.layers.check import check_rule
@@ -41,10 +43,11 @@ from dpulr.model.trained_layers import (
     sharing,
     with_enclosing_module,
 )
-from dpulr.model.value_reads import observe
+from dpulr.model.value_reads import Seen, observe
 from dpulr.model.weights import WeightFunction
 from dpulr.model.whole_passes import HookedPasses, RecordwisePasses
 
+_LOG = logging.getLogger("dpulr")
 _PROBE_SIZES = (2, 3)
 _SEED = 20_240_301  # public: only synthetic inputs depend on it
 _CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
@@ -82,9 +85,12 @@ def prepare(
                 "one record at a time, and whether it learns from what it sees can't be checked",
                 stacklevel=3,
             )
+        seen = observe(model, loss_fn, example, device)
+        if method == "auto":
+            model, loss_fn, seen = _exported_if_better(model, loss_fn, example, device, seen, sites)
         if not sites:
-            return _as_a_whole(model, loss_fn, example, device, weights)
-        return _prepare(model, loss_fn, example, device, space, method, shared, again, weights)
+            return _as_a_whole(model, loss_fn, example, device, seen, weights)
+        return _prepare(model, loss_fn, example, device, seen, space, method, shared, again, weights)
 
 
 def _prepare(
@@ -92,6 +98,7 @@ def _prepare(
     loss_fn: LossFunction,
     example: tuple[Any, Any],
     device: torch.device,
+    seen: Seen,
     space: Space,
     method: str,
     shared: bool,
@@ -99,7 +106,6 @@ def _prepare(
     weights: WeightFunction | None,
 ) -> Forward:
     layers = find_layers(model, shared=shared)
-    seen = observe(model, loss_fn, example, device)
     scratch = check_rows(model, loss_fn, example, device, seen=seen)
     recordwise = seen.reads is not None
     generator = torch.Generator().manual_seed(_SEED)
@@ -125,15 +131,68 @@ def _prepare(
     return _finished(passes, probes, space, weights, SharedSite if shared else RepeatedSite)
 
 
+def _exported_if_better(
+    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, seen: Seen, sites: bool
+) -> tuple[nn.Module, LossFunction, Seen]:
+    """The model as a program, where it reads values, or where torch.fx would run all of it again for each layer; else as it is."""
+    generator = torch.Generator().manual_seed(_SEED)
+    probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
+    why = seen.reads if seen.reads is not None or not sites else _not_by_fx(model, probes[0][0])
+    if why is None:
+        return model, loss_fn, seen
+    find_layers(model, shared=True)  # what can't be trained at all is named first
+    try:
+        program, of_output = export(model, loss_fn, probes)
+        _verify_export((model, loss_fn), (program, of_output), probes[1], draws=seen.draws)
+        found = observe(program, of_output, example, device)
+        if found.reads is not None:
+            raise Untraceable(found.reads)
+    except (Untraceable, ModelRefused) as problem:
+        _LOG.info("The model is run as it is: %s", problem)
+        return model, loss_fn, seen
+    _LOG.info("The model is run as a program of torch.export, because %s", why)
+    return program, of_output, found
+
+
+def _not_by_fx(model: nn.Module, inputs: Any) -> str | None:
+    """Why torch.fx is not enough, in words."""
+    if is_worth_it(model):
+        return "it has parameters beside its layers, or layers that return several tensors"
+    try:
+        with Scratch.of(model).fresh():
+            trace(model, inputs, [layer.module for layer in find_layers(model, shared=True)])
+    except Untraceable as problem:
+        return f"torch.fx can't trace it: {problem}"
+    return None
+
+
+def _verify_export(model: Any, program: Any, probe: Probe, *, draws: bool) -> None:
+    """Program and model must agree on a batch, and on a record alone; with dropout, under equal masks."""
+
+    def losses(parts: Any, batch: Probe) -> Tensor:
+        torch.manual_seed(_SEED)
+        with EqualRows(1, counted=False) if draws else nullcontext():
+            found: Tensor = parts[1](call_on_copy(parts[0], batch[0]), batch[1])
+        return found
+
+    rows = [row(probe, i) for i in range(count(probe[1]))]
+    for keep in (1.0, 0.0):
+        with other_weights(model[0].parameters(), keep=keep), torch.inference_mode(), torch.random.fork_rng():
+            alone = [losses(model, one) for one in rows]
+            same = torch.allclose(torch.cat(alone), losses(program, probe), **_CLOSE)
+            if not same or not torch.allclose(alone[0], losses(program, rows[0]), **_CLOSE):
+                raise Untraceable("its export does not give the model's losses")
+
+
 def _as_a_whole(
     model: nn.Module,
     loss_fn: LossFunction,
     example: tuple[Any, Any],
     device: torch.device,
+    seen: Seen,
     weights: WeightFunction | None,
 ) -> Forward:
     """The model without a look at its layers. A parameter that several of them use is listed once."""
-    seen = observe(model, loss_fn, example, device)
     scratch = check_rows(model, loss_fn, example, device, seen=seen)
     if seen.reads is not None:
         warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)

@@ -47,7 +47,7 @@ def find_layers(model: nn.Module, *, shared: bool = False) -> list[Layer]:
     for layer in layers:
         for name, parameter in layer.module.named_parameters(remove_duplicate=False):
             _check_parameter(layer, name, parameter)
-            if parameter in owner and not shared and (owner[parameter] is not layer or parameter.requires_grad):
+            if parameter in owner and not shared and parameter.requires_grad:
                 raise ModelRefused(
                     f"parameter '{name}' of {layer.label} is tied to {owner[parameter].label}. A record's influence would be "
                     "counted once and felt twice. Untie the two, or freeze the parameter (requires_grad_(False))."

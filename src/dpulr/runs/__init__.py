@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
     from dpulr.runs.loading import TrainedModel, load
+    from dpulr.runs.recorder import Recording, record
     from dpulr.runs.run import resume, start
     from dpulr.runs.settings import Settings
     from dpulr.runs.training import train_and_evaluate
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Interrupted",
     "PrivacyRefusal",
+    "Recording",
     "RunError",
     "Scores",
     "Settings",
     "TrainedModel",
     "UsageError",
     "load",
+    "record",
     "resume",
     "score",
     "start",
@@ -31,6 +34,7 @@ __all__ = [
 _HOME = {
     "dpulr.errors": ("Interrupted", "PrivacyRefusal", "RunError", "UsageError"),
     "dpulr.runs.loading": ("TrainedModel", "load"),
+    "dpulr.runs.recorder": ("Recording", "record"),
     "dpulr.runs.run": ("resume", "start"),
     "dpulr.runs.settings": ("Settings",),
     "dpulr.runs.training": ("train_and_evaluate",),

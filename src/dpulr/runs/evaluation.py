@@ -54,6 +54,8 @@ def make_evaluation(settings: Settings, test: Any, ledger: Ledger | None = None)
             "as public, unless you give --evaluation-epsilon), or --evaluations 0."
         )
     if settings.evaluation_epsilon is not None:
+        if settings.unit is not None:
+            raise UsageError("--evaluation-epsilon protects records, and with --unit a person may have several: leave it out.")
         return _Noisy(test, settings.evaluation_epsilon, settings.evaluations, ledger)
     return _Public(test, make_loss(settings))
 

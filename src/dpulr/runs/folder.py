@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from dpulr.errors import PrivacyRefusal, UsageError
 from dpulr.files import write_all
-from dpulr.runs.settings import Settings, read_config
+from dpulr.runs.settings import IN_PROGRAM, Settings, read_config
 from dpulr.user_code import user_module
 
 CONFIG, METRICS, RESULT, UNPROTECTED = "config.json", "metrics.jsonl", "result.json", "unprotected.jsonl"
@@ -34,7 +34,7 @@ def _import_users_code(settings: Settings) -> None:
     """A user's module may register a mechanism, and the kind of release that the ledger holds. Where it fails, it is not needed,
     or whoever needs it says so."""
     for path in (settings.dataset, settings.model, settings.mechanism):
-        if ":" in path and path.partition(":")[0] not in ("csv", "parquet"):
+        if ":" in path and path.partition(":")[0] not in ("csv", "parquet", IN_PROGRAM):
             with contextlib.suppress(UsageError):
                 user_module(path.partition(":")[0])
 

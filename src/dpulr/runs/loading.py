@@ -21,7 +21,7 @@ from dpulr.errors import RunError, UsageError
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
 from dpulr.runs.folder import open_config
-from dpulr.runs.settings import Settings
+from dpulr.runs.settings import IN_PROGRAM, Settings
 from dpulr.scores import Scores, score
 from dpulr.temperature import tempered
 from dpulr.user_code import named, user_module
@@ -33,6 +33,8 @@ _MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
 
 def load_data(settings: Settings) -> tuple[Any, Any]:
     """Training and test set; with a holdout, both from the training set."""
+    if settings.dataset.startswith(IN_PROGRAM):
+        raise UsageError("this run is a program's own (dpulr.runs.record): only that program has its data, and goes on with it.")
     if is_table(settings):
         train, test = _tables(settings)
     elif settings.features is not None:

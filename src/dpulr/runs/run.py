@@ -49,7 +49,7 @@ def start(
     settings: Settings, folder: Path, view: View, *, allow_uncertified: bool = False, show_unprotected: bool = False
 ) -> dict[str, Any]:
     """Train in a new folder and return what result.json holds."""
-    join().shared(lambda: _check_new(folder))
+    join().shared(lambda: check_new(folder))
     clock = Clock()
     with Stop() as stop, ExitStack() as held:
         view.note("reading the data")
@@ -64,7 +64,9 @@ def start(
         evaluation = make_evaluation(settings, test)
         training.engine.ranks.shared(lambda: evaluation.check(training.model))
         view.note(f"writing to {folder}")
-        training.engine.use_ledger(lambda: _create(folder, training, held))
+        training.engine.use_ledger(
+            lambda: create_folder(folder, settings, training.engine, held, planned_steps=training.planned_charges)
+        )
         clock.end("setup")
         return _trained(folder, training, test, view, clock, stop, show_unprotected=show_unprotected)
 
@@ -113,7 +115,7 @@ def resume(
         return _trained(folder, training, test, view, clock, stop, about=about, show_unprotected=show_unprotected)
 
 
-def _check_new(folder: Path) -> None:
+def check_new(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         more = " It is a run: go on with 'dpulr resume'." if (folder / CONFIG).exists() else ""
         raise UsageError(f"{folder} exists and is not empty.{more}")
@@ -155,7 +157,7 @@ def _restore(folder: Path, training: Training, ledger: DiskLedger | None = None)
 
 def _go_on(folder: Path, training: Training, test: Any, ledger: DiskLedger) -> None:
     make_evaluation(training.settings, test).check(training.model)
-    _forget_result(folder)
+    forget_result(folder)
     ledger.record_resume(budget=training.settings.target_epsilon, planned_steps=training.planned_charges)
 
 
@@ -200,9 +202,8 @@ def _why_none(engine: PrivacyEngine) -> str:
     return "; ".join(spent.reasons)
 
 
-def _create(folder: Path, training: Training, held: ExitStack) -> DiskLedger:
+def create_folder(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitStack, *, planned_steps: int) -> DiskLedger:
     """The folder appears with its config, its ledger and its lock, or not at all."""
-    settings, engine = training.settings, training.engine
     config = settings.to_json()
     begin = Start(
         run=secrets.token_hex(8),
@@ -211,7 +212,7 @@ def _create(folder: Path, training: Training, held: ExitStack) -> DiskLedger:
         rejection_threshold=engine.plan.rejection_threshold,
         target_epsilon=settings.target_epsilon,
         target_delta=settings.target_delta,
-        planned_steps=training.planned_charges,
+        planned_steps=planned_steps,
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.{begin.run}.part")
@@ -229,7 +230,7 @@ def _create(folder: Path, training: Training, held: ExitStack) -> DiskLedger:
     return DiskLedger.open(folder, begin.config)
 
 
-def _forget_result(folder: Path) -> None:
+def forget_result(folder: Path) -> None:
     """An old result.json would state less than is spent from now on."""
     (folder / RESULT).unlink(missing_ok=True)
     sync_folder(folder)

@@ -16,6 +16,7 @@ from dpulr.errors import UsageError
 from dpulr.runs.old_configs import upgraded
 
 Check = Callable[[str, Any], object]
+IN_PROGRAM = "in-program"  # data and model of a program of its own (`runs.record`), which settings can't name
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop")
 
 

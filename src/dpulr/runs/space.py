@@ -24,7 +24,7 @@ from dpulr.runs.training import Training
 ScoreOn = Literal["holdout", "test"]
 FIXED = (
     *("dataset", "holdout", "unit", "max_per_person", "target_epsilon", "target_delta", "noise_multiplier", "sampling"),
-    *("rejection_threshold", "min_dataset_size", "insecure_noise_seed", "evaluations"),
+    *("rejection_threshold", "min_dataset_size", "insecure_noise_seed", "evaluations", "evaluation_epsilon", "test"),
 )
 """Settings that are the same in all runs of a search: they decide who is protected, and by what."""
 _WIDTH, _LEAST, _FIRST, _MOST = 2e-3, math.log(0.05), math.log(2.0), math.log(1e4)
@@ -50,6 +50,8 @@ class Search:
             raise UsageError(
                 "with unit= a person could be trained on and scored on: give score_on='test', with a test part that is public."
             )
+        if self.base.evaluation_epsilon is not None:
+            raise UsageError("a search scores its runs on held-out records by itself: leave out --evaluation-epsilon.")
         self.candidates  # noqa: B018 - so are names that do not exist
 
     @cached_property
@@ -117,6 +119,8 @@ def parts(search_: Search) -> tuple[Any, Any, Any]:
     """What is trained on, what is scored on, and the test part."""
     train, test = load_data(replace(search_.base, holdout=0))
     if search_.score_on == "test":
+        if test is None:
+            raise UsageError(f"{search_.base.dataset} has no test part to score on: give --test FILE, or score_on='holdout'.")
         return train, test, test
     train, held_out = load_data(with_holdout(search_.base, len(train)))
     return train, held_out, test
@@ -127,7 +131,7 @@ def with_holdout(base: Settings, records: int) -> Settings:
     holdout = base.holdout or records // 10
     if holdout < _FEWEST:
         raise UsageError(f"{holdout} held-out records are too few to tell runs apart under noise: at least {_FEWEST} are needed.")
-    return replace(base, holdout=holdout)
+    return replace(base, holdout=holdout, test=None)
 
 
 def plan_search(search_: Search) -> SearchPlan:

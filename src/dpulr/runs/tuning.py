@@ -24,7 +24,9 @@ from dpulr.files import read_json, replace_json, sync_folder
 from dpulr.mechanisms.base import on_grid
 from dpulr.private_scores import HeldOut
 from dpulr.randomness import RandomSource
+from dpulr.read_ahead import end_with_parent
 from dpulr.runs import checkpoint
+from dpulr.runs.evaluation import make_evaluation
 from dpulr.runs.folder import CONFIG, RESULT, locked
 from dpulr.runs.loading import make_model
 from dpulr.runs.process import Stop
@@ -68,8 +70,8 @@ def describe(plan: SearchPlan) -> list[str]:
         f"One run: epsilon {up(cost.run)}. The search: {up(cost.total - cost.run)} more. Total: epsilon {up(cost.total)} at delta "
         f"{cost.delta:g}, whatever the number of runs turns out to be.",
         f"{settings} settings; {law.mean:.3g} runs on average, at most {law.quantile(0.9)} in nine of ten searches, "
-        f"{law.quantile(0.99)} in 99 of 100. The best setting is among them with probability {1 - law.miss(1 / settings):.2f}, one "
-        f"of the best quarter with {1 - law.miss(0.25):.2f}.",
+        f"{law.quantile(0.99)} in 99 of 100. The best setting is among them with probability {1 - law.miss(1 / settings):.2f}"
+        + (f", one of the best quarter with {1 - law.miss(0.25):.2f}." if settings > 7 else "."),
         f"Noise multipliers: {_range(plan.noise)}. Trained on {plan.training_records:,} records.",
     ]
     if plan.score_noise is None:
@@ -141,7 +143,7 @@ def finish(folder: Path, *, jobs: int = 1, say: Say = lambda text: None) -> dict
 
 
 def _side_by_side(folder: Path, missing: Sequence[int], jobs: int) -> None:
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         begun = [pool.submit(one_run, str(folder), run) for run in missing]
         try:
             for done in as_completed(begun):
@@ -212,7 +214,7 @@ def _release(folder: Path, runs: int) -> dict[str, Any]:
         "mean_runs": search.law.mean,
         "statement": statement(search, cost),
         "settings": settings.to_dict(),
-        **({} if test is None else score(model, test).figures()),
+        **({} if test is None else make_evaluation(settings, test).figures(model)),
         "version": __version__,
     }
     config = settings.to_json()

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from dpulr import __version__
+from dpulr.accounting import privacy_spent
 from dpulr.accounting.rounding import up
 from dpulr.runs.report.charts import COLOURS, Axis, Series, bar_chart, line_chart
 from dpulr.runs.report.gather import Points, RunData
@@ -18,6 +19,19 @@ from dpulr.runs.report.gather import Points, RunData
 _STEPS = Axis("step", lambda value: f"{value:,.0f}", from_zero=True)
 _PERCENT = Axis("", lambda value: f"{value:.4g}" if value > 1 else f"{100 * value:.4g}%")
 _PLAIN = Axis("", lambda value: f"{value:.4g}", from_zero=True)
+BIBTEX = f"""@software{{dpulr,
+  title   = {{dpulr: differentially private training of PyTorch models by forward passes alone}},
+  author  = {{{{The dpulr maintainers}}}},
+  year    = {{2026}},
+  version = {{{__version__}}},
+  note    = {{Python package dpulr}}
+}}
+@inproceedings{{feng2025forward,
+  title     = {{Forward Learning with Differential Privacy}},
+  author    = {{Feng, Mingqian and Zhang, Zeliang and Jiang, Jinyang and Peng, Yijie and Xu, Chenliang}},
+  booktitle = {{International Conference on Machine Learning}},
+  year      = {{2025}}
+}}"""
 _PARTS = {"setup": "set-up", "checkpoint": "checkpoints"}
 
 
@@ -34,12 +48,17 @@ def page(runs: Sequence[RunData]) -> str:
             "facts": _facts(run),
             "unprotected": line_chart("Training loss", [Series(run.name, run.unprotected, 3)], _STEPS, Axis("")),
             "settings": [(name, json.dumps(value)) for name, value in run.settings.to_dict().items()],
+            "classes": _classes(run),
+            "held_out": _held_out(run),
+            "quote": quote(run),
+            "bibtex": BIBTEX,
         }
     else:
         shown |= {
             "title": f"{len(runs)} runs compared",
             "results": [(run.name, _row(run)) for run in runs],
             "differences": _differences(runs),
+            "joint": _joint(runs),
         }
     return environment.get_template("report.html.j2").render(shown)
 
@@ -124,6 +143,10 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
 
     return [
         ("run", start.run),
+        ("finished", str(result.get("finished", "-"))),
+        ("training records", count("public_size")),
+        ("a record", str(result.get("schema") or "-")),
+        ("model", run.settings.model),
         ("folder", run.folder.name),
         ("noise multiplier", f"{start.noise_multiplier:.6g}"),
         ("sampling rate", ", ".join(f"{rate:.4g}" for rate in run.spent.sample_rates) or "-"),
@@ -140,6 +163,53 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
         ("python", str(result.get("python", "-"))),
         ("report made with", f"dpulr {__version__}, python {platform.python_version()}, numpy {metadata.version('numpy')}"),
     ]
+
+
+def _classes(run: RunData) -> list[tuple[str, str, str, str]]:
+    """Class by class, on the held-out data: records, recall, precision."""
+
+    def share(value: object) -> str:
+        return f"{value:.2%}" if isinstance(value, int | float) else "-"
+
+    rows = run.result.get("test_classes", [])
+    return [(str(row["class"]), f"{row['records']:,}", share(row["recall"]), share(row["precision"])) for row in rows]
+
+
+def _held_out(run: RunData) -> str:
+    if not run.accuracy and not run.loss:
+        return "No held-out data was evaluated."
+    if run.spent.evaluation_epsilon:
+        return "The held-out records are private: accuracies have noise, and their cost is part of epsilon."
+    return "The held-out data counts as public: epsilon does not cover it."
+
+
+def quote(run: RunData) -> str:
+    """The sentence for a paper."""
+    spent = run.spent
+    if spent.epsilon is None:
+        return "There is no certified guarantee to be stated."
+    tried = "settings that were tried on the same records are not covered"
+    return (
+        f"Trained with ({up(spent.epsilon)}, {spent.delta:g})-differential privacy, for adding or removing one {spent.unit}, by "
+        f"{spent.steps:,} steps of the {spent.mechanism} mechanism on Poisson samples (rate "
+        f"{', '.join(f'{rate:.4g}' for rate in spent.sample_rates)}, noise multiplier {run.ledger.start.noise_multiplier:.4g}), "
+        f"accounted by dpulr {__version__}; {tried}."
+    )
+
+
+def _joint(runs: Sequence[RunData]) -> str:
+    """What all runs together have cost, if their records are the same."""
+    delta = min(run.spent.delta for run in runs)
+    if any(run.spent.epsilon is None for run in runs):
+        return "Joint epsilon, if the runs were trained on the same records: none, as not all of them have a guarantee."
+    charges = [charge for run in runs for charge in run.ledger.charges]
+    evaluations = sum(run.ledger.evaluation_epsilon for run in runs)
+    spent = privacy_spent(charges, delta, evaluation_epsilon=evaluations)
+    value = "none" if spent.epsilon is None else up(spent.epsilon)
+    return (
+        f"Joint epsilon, if the runs were trained on the same records: {value} at delta {delta:g}. Choosing the best of them costs "
+        "that, not the epsilon of one."
+    )
 
 
 def _differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
