@@ -34,7 +34,7 @@ class Constants:
 
 FITTED = {"linear": Constants(largest=384.0, movement=0.3, steps=1.0), "deep": Constants(largest=64.0, movement=0.4, steps=2.0)}
 FEWEST_STEPS, MOST_STEPS, SMALLEST_BATCH, LARGEST_SHARE = 250, 1_500, 32, 1 / 3
-_AFFORDABLE = 4e6  # multiplications of all repeats of a record
+_AFFORDABLE = 2e6  # multiplications of all repeats of a record
 _FEW, _MANY = 8, 32
 
 
