@@ -60,6 +60,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
     "losses.md": losses.parts,
+    "users.md": senders.parts,
     "scale.md": scale.parts,
 }
 
