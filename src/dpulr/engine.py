@@ -183,11 +183,9 @@ class PrivacyEngine:
         if open_size:
             request = make(**asked | {"batch_size": self.choice.batch_size})
         self.mechanism = self.mechanism.with_repeats(self.choice.repeats).settled(self.forward)
-        settings = {"seed": seed, "replay": replay, "parallel": parallel, "shared_noise": shared_noise}
         owners = None if self._membership is None else digest_of([torch.from_numpy(self._membership.owners)])
-        self._agree(
-            loss_fn, request, {**settings, "insecure_noise_seed": insecure_noise_seed, "unit (who has which records)": owners}
-        )
+        settings = {"seed": seed, "replay": replay, "insecure_noise_seed": insecure_noise_seed}
+        self._agree(loss_fn, request, {**settings, "unit (who has which records)": owners})
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
         if self.ranks.size > 1:
@@ -272,13 +270,16 @@ class PrivacyEngine:
             values = self.ranks.released(total, self._privatised)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
+            if len(self._groups) == 1:
+                self.fitted.gradients(values, public, self._buffers(self._groups[0]))
         if self._sets_rate:
             for settings in self.optimizer.param_groups:
                 settings["lr"] = self.choice.rate_at(number, self.planned_steps)
         with self._watch.own_step():
             for group in self._groups:
-                with self._computing():
-                    self.fitted.gradients(values, public, self._buffers(group))
+                if len(self._groups) > 1:
+                    with self._computing():
+                        self.fitted.gradients(values, public, self._buffers(group))
                 self._assign(group)
                 self.optimizer.step()
 
