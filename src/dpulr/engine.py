@@ -274,8 +274,9 @@ class PrivacyEngine:
                 settings["lr"] = self.choice.rate_at(number, self.planned_steps)
         with self._watch.own_step():
             for group in self._groups:
+                buffers = self._buffers(group)
                 with self._computing():
-                    self.fitted.gradients(values, public, self._buffers(group))
+                    self.fitted.gradients(values, public, buffers)
                 self._assign(group)
                 self.optimizer.step()
 

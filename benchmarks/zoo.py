@@ -1,16 +1,17 @@
-"""Models that nobody here wrote, in tiny configurations: those of Hugging Face."""
+"""Models that nobody here wrote, in tiny configurations: those of Hugging Face, and a ResNet-18 with GroupNorm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-T: Any = pytest.importorskip("transformers")
+T: Any = transformers
 T.logging.set_verbosity_error()
 LENGTH = 16
 _CROSS_ENTROPY = nn.CrossEntropyLoss(reduction="none")
@@ -101,6 +102,35 @@ def _convnext() -> nn.Module:
     return T.ConvNextForImageClassification(T.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, num_labels=2))
 
 
+class _Block(nn.Module):
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.GroupNorm(4, after), nn.GroupNorm(4, after)])
+        self.skip = nn.Conv2d(before, after, 1, stride, bias=False) if stride > 1 or before != after else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norms[1](self.second(self.norms[0](self.first(x)).relu()))
+        out: Tensor = (inner + self.skip(x)).relu()
+        return out
+
+
+class _ResNet18(nn.Module):
+    """Four stages of two blocks; 8 channels in the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [8, 8, 16, 32, 64]
+        blocks: list[nn.Module] = [nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.GroupNorm(4, 8), nn.ReLU()]
+        for i, (before, after) in enumerate(pairwise(widths)):
+            blocks += [_Block(before, after, 1 if i == 0 else 2), _Block(after, after, 1)]
+        self.body = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2))
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        scores: Tensor = self.body(pixel_values)
+        return scores
+
+
 MODELS = {
     "BERT": Case(_bert, words("input_ids", "attention_mask")),
     "DistilBERT": Case(_distilbert, words("input_ids", "attention_mask")),
@@ -110,4 +140,5 @@ MODELS = {
     "ViT": Case(_vit, pixels),
     "DeiT": Case(_deit, pixels),
     "ConvNeXt": Case(_convnext, pixels),
+    "ResNet-18, GroupNorm": Case(_ResNet18, pixels, _CROSS_ENTROPY),
 }
