@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup setup-dev train test lint types tests test-all check-accounting audit bench bench-quick results reproduce pages docs release clean
+.PHONY: help setup setup-dev train test lint types tests test-all check-accounting audit bench bench-quick bench-ranks kill-ranks results reproduce pages docs release clean
 
 help:
 	@echo "make train             set up .venv and train MNIST privately; prints accuracy, epsilon and guarantee"
@@ -14,6 +14,8 @@ help:
 	@echo "make audit             measure all claims: half an hour on one core; what has a result is not measured again"
 	@echo "make bench             speed and memory beside others, into docs/performance.md (15 minutes, quiet machine)"
 	@echo "make bench-quick       ratios alone; fails when one is more than 25 % above its goal"
+	@echo "make bench-ranks       steps on 1, 2 and 4 processes, into docs/scale.md (10 minutes, quiet machine)"
+	@echo "make kill-ranks        kill random ranks of a training 100 times, and check the ledger (10 minutes)"
 	@echo "make pages             fill the tables and pictures of docs/ from reproduction/results"
 	@echo "make docs              the documentation site, in build/site: tutorials are run, warnings are errors"
 	@echo "make release           wheel and sdist in dist/, checked"
@@ -79,6 +81,14 @@ bench: setup-dev
 
 bench-quick: setup-dev
 	$(BIN)/python -m benchmarks.bench --quick
+
+bench-ranks: setup-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ranks --bytes
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ranks
+	$(BIN)/python -m reproduction pages
+
+kill-ranks: setup-dev
+	folder=$$(mktemp -d) && OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/support/rank_killer.py $$folder 100 5 2
 
 pages: setup-dev
 	$(BIN)/python -m reproduction pages

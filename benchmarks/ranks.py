@@ -1,7 +1,10 @@
-"""Steps per second on 1, 2, 4 ... processes of one thread each: `python -m benchmarks.ranks`. docs/scale.md shows what came out.
+"""Several processes of one thread each: seconds per step, and the bytes of a step. docs/scale.md shows what came out.
 
-`--jobs mlp resnet5 zeroth-order` and `--ranks 1 2` choose; `--json FILE` keeps the numbers; `--predict FILE` fits the cost model to
-them and says what it expects of more processes on a network of 10 Gbit/s.
+    python -m benchmarks.ranks            # steps on 1, 2 and 4 processes, into reproduction/results/ranks.json: about ten minutes
+    python -m benchmarks.ranks --bytes    # what a step sends, beside Opacus: seconds, and a busy machine does not matter
+    python -m reproduction pages          # fits the model of costs, and fills the page
+
+Run the first on a quiet machine.
 """
 
 from __future__ import annotations
@@ -11,54 +14,56 @@ import json
 import multiprocessing
 import os
 import socket
-import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import dpulr
+from benchmarks.peers import cifar_like, mnist_like
+from reproduction import RESULTS
 
-JOBS: dict[str, dict[str, Any]] = {
-    "mlp": {"model": "mlp", "data": "mnist", "batch_size": 2_000, "mechanism": dpulr.HiddenDirection(repeats=8)},
-    "resnet5": {"model": "resnet5", "data": "cifar-like", "batch_size": 500, "mechanism": dpulr.HiddenDirection(repeats=1)},
-    "mlp-gradient": {"model": "mlp", "data": "mnist", "batch_size": 2_000, "mechanism": "gradient"},
-    "zeroth-order": {"model": "mlp", "data": "mnist", "batch_size": 2_000, "mechanism": dpulr.ZerothOrder(repeats=16)},
+FILE = RESULTS / "ranks.json"
+SIZES, WARM, ROUNDS = (1, 2, 4), 2, 3
+LOSS = nn.CrossEntropyLoss(reduction="none")
+MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], Any]]] = {
+    "mlp": (dpulr.models.mlp, mnist_like),
+    "resnet5": (dpulr.models.resnet5, cifar_like),
 }
-WARM, ROUNDS = 2, 3
-NETWORK = 10e9 / 8  # bytes per second
-NETWORK_LATENCY = 50e-6
+JOBS: dict[str, tuple[str, int, Any]] = {
+    "mlp, batch 2,000, hidden-direction, K = 8": ("mlp", 2_000, dpulr.HiddenDirection(repeats=8)),
+    "resnet5, batch 500, hidden-direction, K = 1": ("resnet5", 500, dpulr.HiddenDirection(repeats=1)),
+    "mlp, batch 2,000, gradient": ("mlp", 2_000, dpulr.Gradient()),
+    "mlp, batch 2,000, zeroth-order, K = 16": ("mlp", 2_000, dpulr.ZerothOrder(repeats=16)),
+}
+MESSAGES: dict[str, Any] = {
+    "hidden-direction, K = 1": dpulr.HiddenDirection(repeats=1),
+    "hidden-direction, K = 8": dpulr.HiddenDirection(repeats=8),
+    "gradient": dpulr.Gradient(),
+    "zeroth-order, K = 16": dpulr.ZerothOrder(repeats=16),
+}
 
 
-def measure(rank: int, size: int, port: int, name: str, steps: int) -> dict[str, float]:
-    """Seconds per step, the best of three rounds, and what of it was communication."""
-    torch.set_num_threads(1)
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    job = JOBS[name]
-    model = dpulr.models.mlp(seed=0) if job["model"] == "mlp" else dpulr.models.resnet5(seed=0)
-    engine = dpulr.PrivacyEngine(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        dpulr.data.load("mnist")[0] if job["data"] == "mnist" else _pictures(),
-        nn.CrossEntropyLoss(reduction="none"),
-        mechanism=job["mechanism"],
-        batch_size=job["batch_size"],
-        steps=WARM + ROUNDS * steps,
-        noise_multiplier=2.0,
+# --- on a rank ------------------------------------------------------------------------------------------------------------
+def made(name: str, batch: int, mechanism: Any, steps: int) -> dpulr.PrivacyEngine:
+    make, data = MODELS[name]
+    model = make(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return dpulr.PrivacyEngine(
+        model, optimizer, data(), LOSS, mechanism=mechanism, batch_size=batch, steps=steps, noise_multiplier=2.0
     )
-    taken = _timed(engine, WARM)
-    taken = min((_timed(engine, steps) for _ in range(ROUNDS)), key=lambda pair: pair[0])
-    return {
-        "seconds": taken[0],
-        "communication": taken[1],
-        "numbers": engine.fitted.size,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "batch_size": job["batch_size"],
-    }
+
+
+def seconds(job: str, steps: int, share: int) -> dict[str, float]:
+    """Of a step on a batch of a `share`-th of the job's, the best of three rounds; what of it was communication and waiting."""
+    name, batch, mechanism = JOBS[job]
+    engine = made(name, batch // share, mechanism, WARM + ROUNDS * steps)
+    _timed(engine, WARM)
+    step, communication = min(_timed(engine, steps) for _ in range(ROUNDS))
+    return {"batch": batch // share, "seconds": step, "communication": communication, "numbers": engine.fitted.size}
 
 
 def _timed(engine: dpulr.PrivacyEngine, steps: int) -> tuple[float, float]:
@@ -68,95 +73,130 @@ def _timed(engine: dpulr.PrivacyEngine, steps: int) -> tuple[float, float]:
     return (time.perf_counter() - began) / steps, (engine.ranks.seconds - waited) / steps
 
 
-def _pictures() -> torch.utils.data.TensorDataset:
-    """As many as CIFAR-10 has, of its shape; what is in them makes no difference to the time."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.utils.data.TensorDataset(
-        torch.rand(50_000, 3, 32, 32, generator=generator), torch.randint(10, (50_000,), generator=generator)
+def sent(step: Callable[[], None]) -> dict[str, int]:
+    """The collectives of one step: how many, and how many bytes are reduced or broadcast."""
+    found, kept = {"messages": 0, "bytes": 0}, {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "reduce")}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            found["messages"] += 1
+            found["bytes"] += tensor.numel() * tensor.element_size()
+            return kept[name](tensor, *args, **options)
+
+        return call
+
+    for name in kept:
+        setattr(dist, name, counted(name))
+    step()
+    for name, own in kept.items():
+        setattr(dist, name, own)
+    return found
+
+
+def sent_by(name: str, mechanism: Any) -> dict[str, int]:
+    engine = made(name, 64, mechanism, 2)
+
+    def step() -> None:
+        for batch in engine.batches(1):
+            engine.step(*batch)
+
+    step()
+    return sent(step)
+
+
+def sent_by_opacus(name: str) -> dict[str, int]:
+    """A step of Opacus's own data-parallel training: its wrapper, its optimizer, its engine."""
+    from opacus import PrivacyEngine
+    from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as Wrapper
+
+    make, data = MODELS[name]
+    model = Wrapper(make(seed=0))
+    loader = torch.utils.data.DataLoader(data(), batch_size=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=2.0, max_grad_norm=1.0
     )
+    inputs, targets = next(iter(loader))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(private(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return sent(step)
 
 
-def run(name: str, size: int, steps: int) -> dict[str, float]:
-    """On so many processes; what rank 0 has measured."""
-    context = multiprocessing.get_context("fork")
+# --- processes ------------------------------------------------------------------------------------------------------------
+def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns on rank 0 of so many processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
 
     def work(rank: int) -> None:
-        found = measure(rank, size, port, name, steps)
+        torch.set_num_threads(1)
+        if size > 1:
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        found = function(*args)
         if rank == 0:
             results.put(found)
-        sys.stdout.flush()
         os._exit(0)
 
     processes = [context.Process(target=work, args=(rank,)) for rank in range(size)]
     for process in processes:
         process.start()
-    found: dict[str, float] = results.get()
     for process in processes:
         process.join()
+    if results.empty():
+        raise SystemExit(f"{function.__name__}{args} has failed on {size} processes")
+    return results.get()
+
+
+def read() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
     return found
 
 
-def fit(found: dict[str, dict[str, float]]) -> tuple[float, float, float]:
-    """Fixed seconds, seconds per record, and latency of the three messages of a step: least squares on all sizes of one job."""
-    rows, seconds = [], []
-    for size, one in found.items():
-        ranks = int(size)
-        rows.append([1.0, one["batch_size"] / ranks, 0.0 if ranks == 1 else ranks.bit_length() - 1])
-        seconds.append(one["seconds"])
-    solution = torch.linalg.lstsq(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64).unsqueeze(1))
-    fixed, record, latency = solution.solution.squeeze(1).clamp(min=0).tolist()
-    return fixed, record, latency
+def measure_bytes() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (make, _) in MODELS.items():
+        parameters = sum(parameter.numel() for parameter in make(seed=0).parameters())
+        rows = {label: on_ranks(2, sent_by, name, mechanism) for label, mechanism in MESSAGES.items()}
+        found[name] = {"parameters": parameters, "sent": rows | {"Opacus DPDDP": on_ranks(2, sent_by_opacus, name)}}
+        print(name, found[name], flush=True)
+    return found
 
 
-def predicted(found: dict[str, dict[str, float]], ranks: int) -> tuple[float, float]:
-    """Seconds per step on a network, and efficiency against one process, by the model of docs/scale.md."""
-    fixed, record, _ = fit(found)
-    one = found["1"]
-    rounds = 3 * 2 * NETWORK_LATENCY * (ranks - 1).bit_length()
-    wire = 2 * (ranks - 1) / ranks * 8 * one["numbers"] / NETWORK + 2 * (ranks - 1) * NETWORK_LATENCY
-    seconds = fixed + record * one["batch_size"] / ranks + rounds + wire
-    return seconds, one["seconds"] / (ranks * seconds)
+def measure_seconds(jobs: list[str], sizes: list[int], steps: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for job in jobs:
+        for share in (1, 4):
+            for size in sizes:
+                one = on_ranks(size, seconds, job, steps, share) | {"ranks": size}
+                found.setdefault(job, []).append(one)
+                print(f"{job}: {size} processes, batch {one['batch']}, {1 / one['seconds']:.2f} steps per second", flush=True)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", nargs="+", default=["mlp", "resnet5"], choices=JOBS)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--predict", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", action="store_true")
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS, metavar="JOB")
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(SIZES))
+    parser.add_argument("--steps", type=int, default=10, help="per round; there are three, and the best counts")
+    parser.add_argument("--dry-run", action="store_true", help="print, and write no file")
     given = parser.parse_args()
-    if given.predict:
-        _show_predictions(json.loads(given.predict.read_text()))
-        return
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for job in given.jobs:
-        for size in given.ranks:
-            one = run(job, size, given.steps)
-            found.setdefault(job, {})[str(size)] = one
-            first = found[job].get("1", one)["seconds"]
-            sent = 2 * (size - 1) / size * 8 * one["numbers"]
-            print(
-                f"{job}: {size} processes, {1 / one['seconds']:.2f} steps per second, {first / one['seconds']:.2f} times one, "
-                f"{one['communication'] / one['seconds']:.1%} communication and waiting, {sent:,.0f} bytes per step and rank; "
-                f"a full gradient in float32 would be {2 * (size - 1) / size * 4 * one['parameters']:,.0f}",
-                flush=True,
-            )
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
-
-
-def _show_predictions(measured: dict[str, dict[str, dict[str, float]]]) -> None:
-    for job, found in measured.items():
-        fixed, record, latency = fit(found)
-        print(f"{job}: {1e3 * fixed:.2f} ms fixed, {1e6 * record:.2f} us per record, {1e3 * latency:.2f} ms per doubling of ranks")
-        for ranks in (10, 32, 100, 256, 1000):
-            seconds, efficiency = predicted(found, ranks)
-            print(f"  {ranks} ranks: {1 / seconds:,.0f} steps per second, efficiency {efficiency:.0%}")
+    known = read()
+    if given.bytes:
+        known["bytes"] = measure_bytes()
+    else:
+        timed = measure_seconds(given.jobs, given.ranks, given.steps)
+        known["seconds"] = known.get("seconds", {}) | timed
+        known["cores"] = len(os.sched_getaffinity(0))
+    if not given.dry_run:
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

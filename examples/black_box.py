@@ -1,7 +1,7 @@
 """numpy in the middle of a model: no gradient could pass through it, and the layer in front of it is trained all the same.
 
-What one learns: any code that maps records to records may stand anywhere in a model. It needs a forward pass only. It must treat
-each record alone: the engine tries that on synthetic records, and refuses what mixes them.
+What one learns: any code that maps records to records may stand anywhere in a model. It must treat each record alone: the engine
+tries that on synthetic records, and refuses what mixes them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ import dpulr
 
 
 class Nearest(nn.Module):
-    """Each number is replaced by the nearest of a few levels, by numpy: flat almost everywhere, with jumps in between."""
+    """Each number becomes the nearest of a few levels, by numpy: flat almost everywhere, with jumps in between."""
 
     def __init__(self, levels: int = 5) -> None:
         super().__init__()
         self.levels = np.linspace(-2, 2, levels, dtype=np.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        values = x.detach().cpu().numpy()
-        nearest = np.abs(values[..., None] - self.levels).argmin(-1)
+        nearest = np.abs(x.detach().cpu().numpy()[..., None] - self.levels).argmin(-1)
         return torch.from_numpy(self.levels[nearest]).to(x)
 
 
 def data(records: int = 2_000) -> TensorDataset:
     """On which side of a plane does a point lie? Of the many directions of its space the first layer must find one."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(records, 20, generator=generator)
+    x = torch.randn(records, 20, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, (x.sum(1) > 0).long())
 
 
@@ -53,8 +51,7 @@ def main(steps: int = 100, train_first: bool = True) -> tuple[dpulr.PrivacyEngin
     )
     for inputs, targets in engine.batches():
         engine.step(inputs, targets)
-    x, y = dataset.tensors
-    accuracy = (model(x).argmax(1) == y).float().mean().item()
+    accuracy = dpulr.evaluate(model, dataset)
     print(engine.privacy_spent(), f"accuracy {accuracy:.3f}", sep="\n")
     return engine, accuracy
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import reproduction
 from benchmarks import page as performance
+from benchmarks import scale
 from reproduction import (
     audit_sweep,
     certified,
@@ -54,6 +55,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
     "losses.md": losses.parts,
+    "scale.md": scale.parts,
 }
 
 

@@ -93,7 +93,7 @@ def test_the_layers_are_dealt_out_and_add_up_to_the_sum_of_one_process(
     size: int, last_layer: Any, kappa: Any, repeats: Any
 ) -> None:
     """Votes about scales included: of a record, one rank votes about each."""
-    mechanism = dpulr.HiddenDirection(subspace=None, last_layer=last_layer, kappa=kappa)
+    mechanism = dpulr.HiddenDirection(repeats=1, subspace=None, last_layer=last_layer, kappa=kappa)
     found = on_ranks(size, three_layers, mechanism)
     expected = three_layers(0, mechanism)[0]
     assert expected.norm() > 0.1
@@ -134,7 +134,7 @@ def test_mechanisms_that_bound_all_passes_together_are_refused(mechanism: str) -
 
 
 def test_too_few_passes_are_refused() -> None:
-    found = on_ranks(3, lambda rank: engine(mechanism="hidden-direction", parallel="passes"))
+    found = on_ranks(3, lambda rank: engine(mechanism=dpulr.HiddenDirection(repeats=1), parallel="passes"))
     assert "deals 1 repeats of 2 layers to 3 ranks" in found[0].text
     with pytest.raises(ValueError, match="sharded must be False"):
         engine(sharded=True, parallel="passes")

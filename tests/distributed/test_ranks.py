@@ -138,7 +138,7 @@ def reduced(rank: int, mechanism: Any) -> list[tuple[int, int]]:
 def test_a_zeroth_order_step_sends_one_number_for_each_direction() -> None:
     assert on_ranks(2, reduced, dpulr.ZerothOrder(repeats=7)) == [[(7, 56)]] * 2
     assert on_ranks(2, reduced, dpulr.Gradient())[0] == [(53, 424)]
-    subspaces = dpulr.HiddenDirection(subspace=2)
+    subspaces = dpulr.HiddenDirection(repeats=1, subspace=2)
     assert on_ranks(2, reduced, subspaces)[0] == [(2 * 7 + 2 * 6, 208)]
 
 

@@ -266,3 +266,72 @@ def is_worker(cmdline: Path, mark: str) -> bool:
         return b"RayTrainWorker" in cmdline.read_bytes() and mark.encode() in (cmdline.parent / "environ").read_bytes()
     except OSError:
         return False
+
+
+# --- beyond backpropagation -----------------------------------------------------------------------------------------------
+BEYOND = ("adapter", "black_box", "counted_errors", "events", "forest", "quantised", "service", "spiking")
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_an_example_beyond_backpropagation_fits_on_a_screen(name: str) -> None:
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 60
+
+
+@use("adapter")
+def test_an_adapter_learns_for_a_model_that_one_can_only_call(example: ModuleType) -> None:
+    """Fresh noise: with all 150 steps 0.957."""
+    _, before, after = example.main(steps=60, repeats=4)
+    assert before < 0.6
+    assert after > before + 0.1
+
+
+@use("forest")
+def test_a_layer_before_a_forest_learns(example: ModuleType) -> None:
+    """Four classes; fresh noise: with 60 steps and 8 directions 0.785."""
+    engine, accuracy = example.main(steps=25, repeats=4)
+    assert engine.guarantee == "certified"
+    assert accuracy > 0.35
+
+
+@use("service")
+def test_a_service_in_the_middle(example: ModuleType) -> None:
+    engine, accuracy = example.main(steps=8)
+    assert engine.mechanism.exact == ("2",)
+    assert accuracy > 0.4
+
+
+@use("quantised")
+def test_binary_weights_behind_int8(example: ModuleType) -> None:
+    engine, accuracy = example.main(steps=15, repeats=2)
+    assert [site.space for site in engine.forward.sites] == ["output", "output"]
+    assert accuracy > 0.5
+
+
+@use("counted_errors")
+def test_errors_are_a_loss(example: ModuleType) -> None:
+    engine, accuracy = example.main(epochs=1 / 20, repeats=1)
+    assert engine.steps_taken == 3
+    assert 0 < accuracy < 1
+
+
+@use("spiking")
+def test_snntorch_on_mnist(example: ModuleType) -> None:
+    engine, accuracy = example.main(epochs=1 / 30, repeats=1)
+    assert [site.name for site in engine.forward.sites] == ["first", "last"]
+    assert engine.mechanism.radius > 0.1
+    assert 0 < accuracy < 1
+
+
+@use("events")
+def test_events_are_made_of_each_picture_alone(example: ModuleType) -> None:
+    images = dpulr.data.load("mnist")[0].tensors[0][:20]
+    films = example.events(images)
+    assert films.shape == (20, len(example.path()) - 1, 1568)
+    assert set(films.unique().tolist()) == {0.0, 1.0}
+    assert torch.equal(films[3:5], example.events(images[3:5]))
+    assert not example.events(torch.full((1, 1, 28, 28), -1 / 3)).any()  # a black picture
+    lighter, darker = films[:, :, :784].sum(), films[:, :, 784:].sum()
+    assert 0.5 < float(lighter / darker) < 2
+    engine, accuracy = example.main(records=1_000, epochs=1, repeats=1)
+    assert engine.guarantee == "certified"
+    assert 0 < accuracy < 1

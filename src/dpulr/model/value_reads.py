@@ -6,7 +6,7 @@ Found on synthetic inputs, before anything else is tried.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from dpulr.model.losses import LossFunction
 from dpulr.model.scratch import Scratch
 
 _SEED = 20_240_229  # public: only synthetic inputs depend on it
-_RECORDS = 2
+_RECORDS, _UNTIL_COMPILED = 2, 3
 _FROM_NOTHING = frozenset({"arange", "eye", "full", "linspace", "ones", "zeros"})  # none of these takes a tensor
 
 
@@ -55,6 +55,8 @@ def observe(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], d
     with ExitStack() as stack:
         for context in (Scratch.of(model).fresh(), torch.inference_mode(), torch.random.fork_rng()):
             stack.enter_context(context)
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            _let_compile(model, inputs)
         lists, seen = stack.enter_context(_Lists(constants)), stack.enter_context(_Operations(constants))
         try:
             output = call_model(model, inputs)
@@ -77,6 +79,13 @@ def observe(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], d
     elif seen.foreign is not None:
         reads = f"the forward pass or the loss calls {seen.foreign}, an operator from outside of torch, which may read values"
     return Seen(reads, seen.draws, max(1, seen.bytes // _RECORDS))
+
+
+def _let_compile(model: nn.Module, inputs: Any) -> None:
+    """In its first passes TorchScript compares constants of its own with each other. That reads no record's values."""
+    with suppress(Exception):  # what the model raises is told below
+        for _ in range(_UNTIL_COMPILED):
+            call_model(model, inputs)
 
 
 class _Constants:

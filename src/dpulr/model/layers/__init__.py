@@ -9,7 +9,7 @@ from torch import nn
 
 from dpulr.model.layers.affine import ConvRule, LinearRule
 from dpulr.model.layers.base import Call, LayerRule, WeightLinearRule
-from dpulr.model.layers.embedding import EmbeddingRule
+from dpulr.model.layers.embedding import EmbeddingBagRule, EmbeddingRule
 from dpulr.model.layers.norm import GroupNormRule, LayerNormRule
 from dpulr.model.layers.scripted import ScriptRule
 from dpulr.model.layers.straight_through import StraightThroughRule, straight_through
@@ -22,6 +22,7 @@ _RULES: dict[type[nn.Module], type[LayerRule]] = {
     nn.Conv2d: ConvRule,
     nn.Conv3d: ConvRule,
     nn.Embedding: EmbeddingRule,
+    nn.EmbeddingBag: EmbeddingBagRule,
     nn.LayerNorm: LayerNormRule,
     nn.RMSNorm: LayerNormRule,
     nn.GroupNorm: GroupNormRule,
@@ -56,6 +57,8 @@ def rule_for(module: nn.Module, parameters: Mapping[str, nn.Parameter], call: Ca
     changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     kind = LayerRule if changed else _RULES.get(type(module), LayerRule)
     if kind.handles is not None and not kind.handles.issuperset(parameters):
+        kind = LayerRule
+    if kind is EmbeddingBagRule and not EmbeddingBagRule.knows(module, call):
         kind = LayerRule
     rounded = straight_through(module, parameters, call) if kind is LayerRule and call is not None else None
     return rounded or kind(module, parameters)

@@ -1,4 +1,4 @@
-"""`nn.Embedding`: a signal at the output is added to the rows of the record's tokens."""
+"""`nn.Embedding` and `nn.EmbeddingBag`: a signal at the output is added to the rows of the record's tokens."""
 
 from __future__ import annotations
 
@@ -58,3 +58,40 @@ class EmbeddingRule(WeightLinearRule):
         if self.module.padding_idx is not None:
             rows = rows * (tokens != self.module.padding_idx).view(1, *tokens.shape, 1)
         return rows.view(repeats, records, *call.output.shape[1:])
+
+
+class EmbeddingBagRule(EmbeddingRule):
+    """`nn.EmbeddingBag` of tokens (records, positions), by sum or mean: the signal is added to the rows of all tokens alike."""
+
+    module: nn.EmbeddingBag  # type: ignore[assignment]
+
+    @staticmethod
+    def knows(module: nn.Module, call: Call | None) -> bool:
+        """Not the maximum, no offsets, no weights per token: these are moved in their weights, as any module is."""
+        plain = call is None or (len(call.args) == 1 and not call.kwargs and call.input.dim() == 2)
+        return plain and getattr(module, "mode", None) in ("sum", "mean")
+
+    def _share(self, call: Call) -> Tensor:
+        """What a token of the record has in its output."""
+        if self.module.mode == "sum":
+            return call.output.new_ones(call.records)
+        tokens = self._same(call).diagonal(dim1=1, dim2=2).sum(1).to(call.output.dtype)  # padding left out
+        return torch.where(tokens > 0, 1 / tokens.clamp_min(1), 0)
+
+    def gains(self, call: Call) -> Tensor:
+        return self._share(call) * self._same(call).sum((1, 2)).to(call.output.dtype).sqrt()
+
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        return flat_norm(signal) * self.gains(call)
+
+    def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
+        own = (signal * self._share(call).unsqueeze(1)).unsqueeze(1).expand(-1, self._tokens(call).shape[1], -1)
+        super().add_gradient(call, own, into)
+
+    def shift(self, call: Call, deltas: WeightDeltas) -> Tensor:
+        weight, tokens = deltas["weight"], self._tokens(call)
+        index = tokens.view(1, *tokens.shape, 1).expand(len(weight), *tokens.shape, weight.shape[-1])
+        rows = torch.gather(weight, 2, index)
+        if self.module.padding_idx is not None:
+            rows = rows * (tokens != self.module.padding_idx).view(1, *tokens.shape, 1)
+        return rows.sum(2) * self._share(call).view(1, -1, 1)
