@@ -73,7 +73,8 @@ def measured(name: str) -> list[str]:
         with engine._computing():
             forward.sum_of_bounded_signals((inputs, targets), public, engine._directions)
 
-    plain(), step()
+    plain()
+    step()
     ratio = seconds(step) / seconds(plain)
     owners = sum(any(p.requires_grad for p in m.parameters(recurse=False)) for m in model.modules())
     sites = len(engine.forward.sites)
@@ -94,7 +95,10 @@ def main(names: list[str]) -> None:
         "over the bound",
     ]
     with warnings.catch_warnings(action="ignore"):
-        print(table(head, [measured(name) for name in names or MODELS]))
+        lines = table(head, [head]).splitlines()
+        print(lines[0], lines[1], sep="\n")
+        for name in names or MODELS:
+            print(table(head, [measured(name)]).splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":

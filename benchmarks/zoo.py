@@ -20,11 +20,11 @@ _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "
 _IMAGE = {"image_size": 32, "patch_size": 8, "num_labels": 2}
 
 
-def of_classes(output: Any, targets: Tensor) -> Tensor:
+def of_classes(output: Any, targets: Tensor) -> Any:
     return _CROSS_ENTROPY(output.logits, targets)
 
 
-def of_tokens(output: Any, targets: Tensor) -> Tensor:
+def of_tokens(output: Any, targets: Tensor) -> Any:
     """Mean over a record's positions."""
     return _CROSS_ENTROPY(output.logits.transpose(1, 2), targets).mean(1)
 
@@ -69,36 +69,36 @@ def _tied_and_frozen(model: Any) -> nn.Module:
     return made
 
 
-def _bert() -> nn.Module:
+def _bert() -> Any:
     return T.BertForSequenceClassification(T.BertConfig(**_TEXT, **_SIZES))
 
 
-def _distilbert() -> nn.Module:
+def _distilbert() -> Any:
     return T.DistilBertForSequenceClassification(T.DistilBertConfig(**_TEXT, dim=32, n_layers=2, n_heads=2, hidden_dim=64))
 
 
-def _gpt2() -> nn.Module:
+def _gpt2() -> Any:
     return _tied_and_frozen(T.GPT2LMHeadModel(T.GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64)))
 
 
-def _llama() -> nn.Module:
+def _llama() -> Any:
     return T.LlamaForCausalLM(T.LlamaConfig(**_TEXT, **_SIZES, tie_word_embeddings=False))
 
 
-def _t5() -> nn.Module:
+def _t5() -> Any:
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
     return _tied_and_frozen(T.T5ForConditionalGeneration(T.T5Config(vocab_size=100, **sizes, decoder_start_token_id=0)))
 
 
-def _vit() -> nn.Module:
+def _vit() -> Any:
     return T.ViTForImageClassification(T.ViTConfig(**_SIZES, **_IMAGE))
 
 
-def _deit() -> nn.Module:
+def _deit() -> Any:
     return T.DeiTForImageClassification(T.DeiTConfig(**_SIZES, **_IMAGE))
 
 
-def _convnext() -> nn.Module:
+def _convnext() -> Any:
     return T.ConvNextForImageClassification(T.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, num_labels=2))
 
 
