@@ -8,35 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dpulr.data.texts import encoded, read_texts, tokenizer_of
 from dpulr.errors import DataError, UsageError
 from dpulr.language import text_classifier
 from tests.support.small_cli import dpulr
-
-transformers = pytest.importorskip("transformers")
-
-_WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very"]
+from tests.support.tiny_bert import save
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny BERT with its tokenizer, as Hugging Face keeps them."""
-    place = tmp_path_factory.mktemp("model")
-    (place / "vocab.txt").write_text("\n".join(_WORDS))
-    transformers.BertTokenizerFast(str(place / "vocab.txt")).save_pretrained(place)
-    sizes = {
-        "vocab_size": len(_WORDS),
-        "max_position_embeddings": 32,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
-    torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(place)
-    return place
+    return save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
