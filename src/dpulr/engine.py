@@ -272,14 +272,16 @@ class PrivacyEngine:
             values = self.ranks.released(total, self._privatised)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
+            if len(self._groups) == 1:
+                self.fitted.gradients(values, public, self._buffers(self._groups[0]))
         if self._sets_rate:
             for settings in self.optimizer.param_groups:
                 settings["lr"] = self.choice.rate_at(number, self.planned_steps)
         with self._watch.own_step():
             for group in self._groups:
-                buffers = self._buffers(group)
-                with self._computing():
-                    self.fitted.gradients(values, public, buffers)
+                if len(self._groups) > 1:
+                    with self._computing():
+                        self.fitted.gradients(values, public, self._buffers(group))
                 self._assign(group)
                 self.optimizer.step()
 
@@ -384,10 +386,11 @@ class PrivacyEngine:
     def _buffers(self, group: list[int]) -> Gradients:
         """For the gradients of these sites: where there are several groups, each has buffers for its own turn only."""
         if len(self._groups) > 1 or not self._gradients:
-            self._gradients = [
-                {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
-                for i, site in enumerate(self.forward.sites)
-            ]
+            with torch.inference_mode(False):  # what becomes .grad is a plain tensor
+                self._gradients = [
+                    {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
+                    for i, site in enumerate(self.forward.sites)
+                ]
         return self._gradients
 
     def _assign(self, group: list[int]) -> None:
