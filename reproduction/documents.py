@@ -20,6 +20,7 @@ from reproduction import (
     paper_figures,
     paper_tables,
     results_file,
+    senders,
 )
 from reproduction.pages import differs, fill
 
@@ -55,6 +56,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
     "losses.md": losses.parts,
+    "users.md": senders.parts,
     "scale.md": scale.parts,
 }
 
