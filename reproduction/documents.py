@@ -12,6 +12,7 @@ from benchmarks import page as performance
 from benchmarks import scale
 from reproduction import (
     audit_sweep,
+    beyond,
     certified,
     errata,
     figure_bound,
@@ -55,6 +56,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
     "losses.md": losses.parts,
+    "beyond-backprop.md": beyond.parts,
     "scale.md": scale.parts,
 }
 
@@ -77,6 +79,7 @@ def draw(images: Path = reproduction.DOCS / "images") -> None:
     paper_figures.draw_cifar(images / "paper-cifar.png", epochs=CIFAR_EPOCHS)
     audit_sweep.pictures(images)
     performance.draw(images)
+    beyond.draw(images)
 
 
 def draw_data() -> list[dict[str, object]]:
