@@ -130,10 +130,10 @@ class SharedDropout(RandomSource):
 class _AtOnce(Records):
     """A batch is read at once, by the data set's own way to fetch many, and joined by torch: as loaders do."""
 
-    def take(self, rows: np.ndarray) -> tuple[Any, Any]:
+    def read(self, rows: np.ndarray) -> tuple[Any, np.ndarray]:
         fetch = getattr(self.dataset, "__getitems__", None)
         inputs, targets = default_collate(fetch(rows.tolist()) if fetch else [self.dataset[int(row)] for row in rows])
-        return inputs, targets
+        return (inputs, targets), rows
 
 
 class _Listed(Dataset[Any]):

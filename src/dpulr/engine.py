@@ -28,7 +28,7 @@ from dpulr.accounting.statement import Guarantee
 from dpulr.auto import choose, warnings_for
 from dpulr.chosen import make_optimizer, task_of
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
-from dpulr.distributed.ranks import join
+from dpulr.distributed.ranks import digest_of, join
 from dpulr.errors import BudgetError, DataError, InvalidArgument, StepError
 from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
@@ -184,7 +184,10 @@ class PrivacyEngine:
             request = make(**asked | {"batch_size": self.choice.batch_size})
         self.mechanism = self.mechanism.with_repeats(self.choice.repeats).settled(self.forward)
         settings = {"seed": seed, "replay": replay, "parallel": parallel, "shared_noise": shared_noise}
-        self._agree(loss_fn, request, {**settings, "insecure_noise_seed": insecure_noise_seed})
+        owners = None if self._membership is None else digest_of([torch.from_numpy(self._membership.owners)])
+        self._agree(
+            loss_fn, request, {**settings, "insecure_noise_seed": insecure_noise_seed, "unit (who has which records)": owners}
+        )
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
         if self.ranks.size > 1:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import dpulr
+from dpulr.distributed import ranks
 from dpulr.distributed.ranks import MOST_RANKS, Alone, digest_of, join
 from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import on_grid
@@ -230,8 +231,8 @@ def test_every_record_is_sampled_at_the_public_rate() -> None:
 
 
 def sampled_counts(rank: int, steps: int) -> np.ndarray:
-    ranks, sampler, rng = join(), dpulr.sampling.PoissonSampling(0.2), np.random.default_rng(rank)
-    return np.bincount(np.concatenate([ranks.rows(sampler, 10, rng) for _ in range(steps)]), minlength=10)
+    own, sampler, rng = join(), dpulr.sampling.PoissonSampling(0.2), np.random.default_rng(rank)
+    return np.bincount(np.concatenate([own.rows(sampler, 10, rng) for _ in range(steps)]), minlength=10)
 
 
 class Few(Dataset[Any]):
@@ -356,6 +357,8 @@ def odd_one(rank: int, what: str) -> Any:
         model = nn.Sequential(nn.Linear(4, 2))
     if what == "data set" and odd:
         settings["data"] = TensorDataset(*[part.flip(0) for part in blobs().tensors])
+    if what == "unit":
+        settings |= {"unit": [row // (2 + odd) for row in range(200)], "max_per_person": 2, "mechanism": dpulr.Gradient()}
     if what == "records" and odd:
         settings["data"] = blobs(100)
     changed = {"seed": 1, "batch_size": 10, "steps": 5, "noise_multiplier": 2.0, "mechanism": dpulr.Gaussian(repeats=3)}
@@ -379,7 +382,7 @@ def every_odd_one(rank: int, whats: list[str]) -> list[str]:
 
 def test_ranks_that_were_started_differently_are_refused_by_name() -> None:
     whats = ["version of dpulr", "seed", "batch_size", "steps", "noise_multiplier", "mechanism", "model", "records", "data set"]
-    whats += ["initial value of the parameters", "optimizer"]
+    whats += ["initial value of the parameters", "optimizer", "unit"]
     found = on_ranks(2, every_odd_one, whats)
     assert found[0] == found[1]
     for what, said in zip(whats, found[0], strict=True):
@@ -409,18 +412,22 @@ def test_what_ranks_cannot_share_is_refused(settings: dict[str, Any], said: str)
         assert said in found.text
 
 
-def different_parameters(rank: int) -> Any:
-    private = engine(steps=4)
+def different_parameters(rank: int, after: int) -> Any:
+    ranks.COMPARE_EVERY = 3
+    private = engine(steps=8)
+    train(private, after)
     with torch.no_grad():
         next(private.model.parameters()).add_(rank)
     private.parameters_changed(public=True)
     train(private)
 
 
-def test_ranks_whose_parameters_differ_do_not_step() -> None:
-    for found in on_ranks(2, different_parameters):
+@pytest.mark.parametrize(("after", "noticed"), [(0, 1), (1, 4), (4, 7)])
+def test_ranks_whose_parameters_differ_do_not_step(after: int, noticed: int) -> None:
+    """They are compared before the first step, and every three steps here."""
+    for found in on_ranks(2, different_parameters, after):
         assert found.kind == "StepError"
-        assert "the ranks hold different parameters before step 1: rank 0 has" in found.text
+        assert f"the ranks hold different parameters before step {noticed}: rank 0 has" in found.text
 
 
 def test_alone_nothing_changes() -> None:

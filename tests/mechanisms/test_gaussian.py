@@ -135,7 +135,7 @@ def gradients(model: nn.Module, name: str, layer: nn.Module, x: Tensor, signal: 
 )
 def test_a_step_is_what_the_documentation_says(make: Any, settings: dpulr.Gaussian) -> None:
     torch.manual_seed(0)
-    model, data = make(), points(10, 5)
+    model, data = make(), points(30, 5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -145,7 +145,7 @@ def test_a_step_is_what_the_documentation_says(make: Any, settings: dpulr.Gaussi
         data,
         learning_rate=1.0,
         mechanism=settings,
-        batch_size=5,
+        batch_size=15,
         steps=1,
         noise_multiplier=0.7,
         insecure_noise_seed=12,

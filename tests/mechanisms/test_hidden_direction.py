@@ -95,8 +95,8 @@ def test_a_step_is_the_literal_step(repeats: int, antithetic: bool, kappa: float
     settings = dpulr.HiddenDirection(
         repeats=repeats, subspace=None, layer_weights=(1.0, 1.0), radius=0.2, antithetic=antithetic, kappa=kappa
     )
-    wanted = literal_step(model, dataset, repeats, 0.2, 0.7, 0.25, seed=5, antithetic=antithetic, kappa=kappa)
-    options: dict[str, Any] = {"batch_size": 10, "steps": 1, "noise_multiplier": 0.7, "insecure_noise_seed": 5}
+    wanted = literal_step(model, dataset, repeats, 0.2, 0.7, 0.5, seed=5, antithetic=antithetic, kappa=kappa)
+    options: dict[str, Any] = {"batch_size": 20, "steps": 1, "noise_multiplier": 0.7, "insecure_noise_seed": 5}
     train(engine(model, dataset, mechanism=settings, **options))
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, wanted[name], atol=5e-5), name

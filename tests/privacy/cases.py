@@ -62,8 +62,6 @@ MECHANISMS = [
     dpulr.ZerothOrder(repeats=3, radius=0.1),
     CoordinateDifferences(coordinates=2),
 ]
-CARELESS = len(MECHANISMS) - 1
-"""The number of the mechanism from outside, which does not expect a pass to raise."""
 CHUNKS = (None, 1, 3)
 """How many records go through the model at once: all, or so many."""
 
@@ -236,10 +234,6 @@ MODELS: dict[str, Case] = {
 }
 
 
-NOT_CARELESS = ("raises", "raises inside", "keeps positive", "two inputs", "branch", "experts", "own arguments")
-"""Models that the careless mechanism can't run: they raise, take keywords, or must see one record at a time."""
-
-
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name].make()
@@ -261,10 +255,10 @@ class Unreadable:
         self.problem = problem
 
 
-def odd_values(case: Case, rng: np.random.Generator, *, known: bool = False, huge: bool = True) -> Item:
+def odd_values(case: Case, rng: np.random.Generator, *, huge: bool = True) -> Item:
     """A record of the right shape and type: not finite, tiny, huge, all alike, mixed, or with a label or word that does not exist.
 
-    `known`: labels and words do exist. `huge`: above 10, where losses are so large that their differences drown in rounding.
+    `huge`: above 10, where losses are so large that their differences drown in rounding.
     """
     inputs, target = ordinary(case, rng)
     size = 10.0 ** rng.uniform(-44, 38.5 if huge else 1)
@@ -287,8 +281,6 @@ def odd_values(case: Case, rng: np.random.Generator, *, known: bool = False, hug
         inputs = change(inputs).to(case.dtype)
     if case.looks == "both":
         inputs["a"] = change(inputs["a"]).to(case.dtype)
-    if known:
-        return inputs, target
     if case.looks != "points" and rng.random() < 0.3:
         words = inputs if case.looks == "tokens" else inputs["words"]
         words[rng.integers(len(words))] = [7, -1, 10**9, -(2**62)][rng.integers(4)]
@@ -429,8 +421,6 @@ class Pairs:
         return self._replays[mechanism]
 
     def _made(self, mechanism: int) -> Replay | None:
-        if mechanism == CARELESS and self.name in NOT_CARELESS:
-            return None
         example = Items([ordinary(self.case, np.random.default_rng(0))])
         try:
             return Replay(MECHANISMS[mechanism], made(self.name), example, loss_fn=LOSS, random_model=self.case.random)
@@ -446,14 +436,13 @@ class Pairs:
             replay = self.replay(mechanism)
         chunk = CHUNKS[rng.integers(len(CHUNKS))]
         replay.in_parts_of(chunk)
-        careless = mechanism == CARELESS
         fitting = self.case.looks != "both" and rng.random() < 0.4
         kinds = FITTING if fitting else ANY
         kind = list(kinds)[rng.integers(len(kinds))]
 
         def some(huge: bool) -> Item:
-            if fitting or careless or rng.random() < 0.4:
-                return odd_values(self.case, rng, known=careless, huge=huge)
+            if fitting or rng.random() < 0.4:
+                return odd_values(self.case, rng, huge=huge)
             return odd_kinds(self.case, rng)
 
         others = [ordinary(self.case, rng)]

@@ -135,9 +135,18 @@ def test_a_run_that_would_release_something_else_is_refused(tmp_path: Path, plan
     folder = tmp_path / "search"
     tuning.begin(plan.search, folder)
     about = read_json(folder / tuning.SEARCH)
-    replace_json(folder / tuning.SEARCH, {**about, "noise": [noise / 2 for noise in about["noise"]]})
+    less = [{**one, "noise_multiplier": one["noise_multiplier"] / 2} for one in about["runs_with"]]
+    replace_json(folder / tuning.SEARCH, {**about, "runs_with": less})
     with pytest.raises(PrivacyRefusal, match="something else than was charged"):
         tuning.one_run(str(folder), 0)
+
+
+def test_what_is_left_to_auto_is_settled_before_the_first_run(tmp_path: Path) -> None:
+    base = Settings.build(options={**SMALL, "batch_size": "auto"})
+    begun = tuning.begin(Search(base, {"learning_rate": ["auto", 0.3]}, runs=3), tmp_path / "search")
+    assert all(isinstance(settings.batch_size, int) for settings in begun.candidates)
+    assert isinstance(begun.candidates[0].learning_rate, float)
+    tuning.one_run(str(tmp_path / "search"), 0)  # and it is what was charged
 
 
 def test_a_public_test_part_costs_nothing(plan: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from dpulr import accounting, mechanisms
 
@@ -112,5 +111,10 @@ class FittedCoordinates(mechanisms.FittedMechanism[Tensor]):
             moved[coordinate] = way
             parts = moved.split([p.numel() for p in self.parameters.values()])
             weights = {n: p + part.view_as(p) for (n, p), part in zip(self.parameters.items(), parts, strict=True)}
-            losses.append(self.forward.loss_fn(functional_call(self.forward.model, weights, (inputs,)), targets))
+            losses.append(self.losses(weights, inputs, targets))
         return (losses[0] - losses[1]) / (2 * width)
+
+    def losses(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
+        """NaN for a record whose pass raises."""
+        found: Tensor = self.forward.losses_with(weights, inputs, targets)
+        return found

@@ -34,6 +34,7 @@ TOLERANCE = 1e-6
 dozen records that is some 1e-7 C each, within the margin. So 1e-6 on top is plenty, and anything more would hide a bug."""
 
 Key = bytes
+_NOBODY: Key = b""
 
 
 # --- whose randomness -------------------------------------------------------------------------------------------------------
@@ -66,10 +67,16 @@ class RecordDirections(Directions):
         self._seen: Counter[Key] = Counter()
         self._shapes: Sequence[tuple[int, ...]] | None = None
 
-    def announce(self, batch: Any) -> None:
-        """The records of the draws to come. Equal records are told apart by their order, which is all the same for their sum."""
+    def announce(self, batch: Any, absent: Sequence[int] = ()) -> None:
+        """The records of the draws to come. Equal records are told apart by their order, which is all the same for their sum.
+
+        What is drawn for rows that hold no record is not counted.
+        """
         self.rows = []
-        for key in keys_of(batch):
+        for i, key in enumerate(keys_of(batch)):
+            if i in absent:
+                self.rows.append(_NOBODY)
+                continue
             self._seen[key] += 1
             self.rows.append(key + self._seen[key].to_bytes(2, "big"))
 
@@ -92,7 +99,7 @@ class RecordDirections(Directions):
         assert records == len(self.rows), "directions were drawn for other records than those of the pass"
         numbers = [self._stream(key).standard_normal((repeats, dim), dtype=np.float32) for key in self.rows]
         for key in self.rows:
-            self.drawn[key] += repeats * dim
+            self.drawn[key] += repeats * dim if key != _NOBODY else 0
         return torch.from_numpy(np.stack(numbers, axis=1)).to(self.device, self.dtype)
 
     def _stream(self, key: Key) -> np.random.Generator:
@@ -178,8 +185,8 @@ class Replaying(RandomSource):
         forward, passes = engine.forward, engine.forward.passes
         clean, pass_clean, pass_losses = forward.clean, passes.clean, passes.losses
 
-        def announced(*args: Any) -> Any:
-            return _Announced(clean(*args), self.own_directions)
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            return _Announced(clean(*args, **kwargs), self.own_directions)
 
         def noted_clean(inputs: Any, targets: Any) -> Any:
             self.draws.rows = keys_of(inputs)
@@ -207,7 +214,7 @@ class _Announced(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for clean in super().__iter__():
-            self._directions.announce((clean.inputs, clean.targets))
+            self._directions.announce((clean.inputs, clean.targets), clean.absent)
             yield clean
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = (
     *("dataset", "model", "mechanism", "repeats", "exact", "batch_size", "epochs", "steps"),
-    *("target_epsilon", "target_delta", "noise_multiplier", "rejection_threshold"),
+    *("target_epsilon", "target_delta", "noise_multiplier", "rejection_threshold", "unit", "max_per_person"),
 )
 
 
@@ -160,7 +160,7 @@ def _of_model(settings: Settings, dataset_size: int | None) -> OfModel:
         raise UsageError(f"{settings.mechanism} has no certified epsilon to plan with (docs/accounting.md has its nominal one).")
     if "repeats" in outline.choice.why:
         settings = replace(settings, repeats=outline.choice.repeats)
-    return OfModel(outline.release, outline.task, len(train), settings, train, outline.choice.why)
+    return OfModel(outline.release, outline.task, outline.task.records, settings, train, outline.choice.why)
 
 
 def _of_dims(settings: Settings, dims: str) -> How:

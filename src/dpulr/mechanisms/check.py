@@ -29,6 +29,7 @@ _SEED = 20_240_303  # public: only synthetic records depend on it
 _OTHERS = (22, 0)  # sizes of batches that a record joins; 22 and 23 are unlikely to be the length of any other axis
 _WEIGHTS = (1.0, 30.0)  # how far weights are scaled: small ones make small slopes, which no bound has to stop
 _ODD = (0.0, 1.0, -1.0, 1e-40, 1e20, -1e20, math.nan, math.inf)
+_RAISES = "a label that the model does not know"
 _MARGIN = 1.001
 _AGREE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -95,13 +96,15 @@ def _beyond_bound(fitted: FittedMechanism[Any], forward: Forward, public: Any, b
     generator = torch.Generator().manual_seed(_SEED)
     for size in _OTHERS:
         others = synthetic(example, size, generator, forward.device)
-        before = _total(fitted, forward, others, size, public)
+        before, random = _total(fitted, forward, others, size, public)
         if before.shape != (fitted.size,):
             return f"its sum over {size} records has shape {tuple(before.shape)}, not ({fitted.size},)"
         for name, record in _odd_records(example, generator, forward.device):
             for place in {0, size}:
                 batch = join([rows(others, 0, place), record, rows(others, place, size)])
-                moved = float(torch.linalg.vector_norm(_total(fitted, forward, batch, size + 1, public) - before))
+                moved = float(torch.linalg.vector_norm(_total(fitted, forward, batch, size + 1, public)[0] - before))
+                if name == _RAISES and random:
+                    continue  # the others are run anew, and draw anew
                 if not moved <= _MARGIN * bound:
                     return (
                         f"one synthetic record ({name}) beside {size} others moves the sum by {moved:.4g}, but its release allows "
@@ -110,13 +113,13 @@ def _beyond_bound(fitted: FittedMechanism[Any], forward: Forward, public: Any, b
     return None
 
 
-def _total(fitted: FittedMechanism[Any], forward: Forward, batch: Batch, records: int, public: Any) -> Tensor:
-    """The sum over a batch in which every record draws the same numbers."""
+def _total(fitted: FittedMechanism[Any], forward: Forward, batch: Batch, records: int, public: Any) -> tuple[Tensor, bool]:
+    """The sum over a batch in which every record draws the same numbers, and whether the model draws any."""
     torch.manual_seed(_SEED)
     directions = _EqualDirections(max(records, 1), forward.device, forward.dtype)
-    with EqualRows(max(records, 1), public=True):
+    with EqualRows(max(records, 1), public=True) as equal:
         total: Tensor = fitted.sum_of_bounded_signals(copied(batch), public, directions)
-    return total.double().flatten() if total.dim() != 1 else total.double()
+    return total.double().flatten() if total.dim() != 1 else total.double(), equal.calls > 0
 
 
 def _odd_records(example: Batch, generator: torch.Generator, device: torch.device) -> Iterator[tuple[str, Batch]]:
@@ -135,6 +138,14 @@ def _odd_records(example: Batch, generator: torch.Generator, device: torch.devic
     for value in _ODD:
         inputs, targets = example
         yield f"all values {value}", (pytree.tree_map(filled(value), inputs), pytree.tree_map(filled(abs(value) <= 1), targets))
+    inputs, targets = synthetic(example, 1, generator, device)
+    yield _RAISES, (inputs, pytree.tree_map(_unknown, targets))
+
+
+def _unknown(leaf: Any) -> Any:
+    """A whole number for which a loss raises: so must nothing for the other records."""
+    whole = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
+    return torch.full_like(leaf, 10**6) if whole else leaf
 
 
 class _EqualDirections(Directions):

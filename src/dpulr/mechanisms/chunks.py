@@ -15,6 +15,9 @@ from dpulr.model.sites import Site
 _FAST = 64 * 2**20
 """Repeats are taken together while their replays need less than this: larger tensors leave the cache, which costs more."""
 
+FEWEST_ROWS = 8
+"""Passes of fewer records are filled up: torch has other kernels for one, two and three rows, which round differently."""
+
 
 class Chunks:
     """Splits a batch, and the repeats of a pass, so that a step stays below the memory limit.
@@ -35,6 +38,13 @@ class Chunks:
             )
         self.room = max(2 * _FAST, 4 * self._record_bytes) if memory_limit is None else memory_limit - fixed
 
+        self.least = min(FEWEST_ROWS, self._size)
+
+    @property
+    def _size(self) -> int:
+        """The most records of a clean pass."""
+        return max(1, self.room // self._record_bytes)
+
     def _row_bytes(self, site: Site, replay: int) -> int:
         """Bytes that one record costs in one replay: what the pass allocates, its perturbation, the next one, the output."""
         return replay + self._itemsize * (5 * site.full_dim + 3 * math.prod(site.output_shape))
@@ -42,7 +52,7 @@ class Chunks:
     def records(self, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
         """The batch in parts whose clean pass, and one pair of replays, stay below the memory limit."""
         records = count(batch[1])
-        size = max(1, self.room // self._record_bytes)
+        size = self._size
         if records <= size:
             if records > 0:
                 yield batch

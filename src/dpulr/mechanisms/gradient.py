@@ -129,7 +129,7 @@ class FittedGradient(SitewiseMechanism):
         factors = self.forward.weighed(self.clip_factors(exact.norms), clean.targets)
         exact.add(factors, parts[: len(self.sites)], precise=self.precise)
         if self.scales is not None:
-            self.scales.count(self._compared(exact.norms) <= self.scales.values.unsqueeze(1), parts[-1])
+            self.scales.count(self._compared(exact.norms) <= self.scales.values.unsqueeze(1), clean.absent, parts[-1])
 
     def _compared(self, norms: Tensor) -> Tensor:
         """(bounds, records): the lengths that are held against a bound: of each layer, or of all together."""

@@ -239,7 +239,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         if self.layout.exact is not None and self._owns_exact:
             self._add_exact(clean, public, parts, below)
         if self.scales is not None and self._votes:
-            self.scales.count(below, parts[-1], self._own_votes)
+            self.scales.count(below, clean.absent, parts[-1], self._own_votes)
 
     def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor], below: Tensor) -> None:
         if self.backward_to:

@@ -27,11 +27,10 @@ from dpulr.accounting.laplace import CELLS_PER_BOUND, LaplaceRelease
 from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, WorstCase
 from dpulr.mechanisms.chunks import Chunks
-from dpulr.model.batches import call_on_copy, count, row
+from dpulr.model.batches import call_on_copy
 from dpulr.model.forward import Forward
 from dpulr.model.moved_weights import BLOCK, Direction, Moved, put_back_later
 from dpulr.model.people import People
-from dpulr.model.rescue import each_alone, together_or_apart
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
 from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
@@ -200,20 +199,8 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
 
     def losses(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:
         """One loss per record with weights moved so far; NaN for a record whose pass raises."""
-
-        def apart() -> Tensor:
-            losses = torch.full((count(targets),), math.nan, dtype=self.forward.dtype, device=self.forward.device)
-
-            def one(i: int) -> None:
-                losses[i] = self._pass(direction, length, *row((inputs, targets), i))[0]
-
-            each_alone(range(len(losses)), one)
-            return losses
-
-        if self.alone:
-            return apart()
-        return together_or_apart(
-            lambda: self._pass(direction, length, inputs, targets), apart, alive=lambda: self.forward.check_alive([])
+        return self.forward.loss_of_each(
+            partial(self._pass, direction, length), inputs, targets, alone=self.alone, alive=lambda: self.forward.check_alive([])
         )
 
     def _pass(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:

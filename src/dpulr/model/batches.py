@@ -25,6 +25,19 @@ def choose(batch: Any, index: Tensor) -> Any:
     return pytree.tree_map(lambda leaf: leaf[index.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
 
 
+def replaced(batch: Any, index: Sequence[int], by: Any) -> Any:
+    """The batch with the only row of `by` in these places."""
+
+    def put(leaf: Any, own: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.clone()
+        leaf[list(index)] = own.to(leaf)
+        return leaf
+
+    return pytree.tree_map(put, batch, by)
+
+
 def join(parts: Sequence[Any]) -> Any:
     """Batches, one after the other."""
     return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)

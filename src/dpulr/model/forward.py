@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from dpulr.model.batches import copied, count, row, rows
+from dpulr.model.batches import call_on_copy, copied, count, join, replaced, row, rows
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.people import People
-from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.rescue import each_alone, together_or_apart, without_raising
 from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Site
 from dpulr.model.weights import RecordWeights, WeightFunction
@@ -75,13 +76,20 @@ class Forward:
             for module, training in changed:
                 module.training = not training
 
-    def clean(self, inputs: Any, targets: Any, backward_to: Sequence[int] = (), people: People | None = None) -> list[Clean]:
-        """Clean passes over the records for which they don't raise: one for all; or one per record (or person), where
-        the joint pass raises.
+    def clean(
+        self, inputs: Any, targets: Any, backward_to: Sequence[int] = (), people: People | None = None, *, least: int = 0
+    ) -> list[Clean]:
+        """Clean passes over the records for which they don't raise: one for all; or one per record (or person), where no joint
+        pass succeeds.
 
         A model that reads values sees one record at a time anyway: what it does with one says nothing about the next.
-        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`).
+        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`). A pass of fewer than `least` records is filled
+        up with synthetic ones, which say nothing: for a few rows torch has other kernels, and they round differently.
         """
+        records = count(targets)
+        spare = [] if self.recordwise else list(range(records, least))
+        if spare:
+            inputs, targets = join([(inputs, targets), *[row(self.probe, 0)] * len(spare)])
 
         def run(batch: tuple[Any, Any], people: People | None) -> Clean:
             if not backward_to:
@@ -99,18 +107,33 @@ class Forward:
         def apart() -> list[Clean]:
             found: list[Clean] = []
             if people is None:
-                each_alone(range(count(targets)), lambda i: found.append(run(row((inputs, targets), i), None)))
+                each_alone(range(records), lambda i: found.append(run(row((inputs, targets), i), None)))
                 return found
             own = (people.part(i, i + 1) for i in range(people.count))
             each_alone(own, lambda part: found.append(run(rows((inputs, targets), *part[1:]), part[0])))
             return found
 
+        def others() -> list[Clean]:
+            if people is not None:
+                return apart()
+            clean = without_raising(
+                range(records),
+                lambda i: run(row((inputs, targets), i), None),
+                lambda raised: run(self.filled(inputs, targets, raised), None).leave_out([*raised, *spare]),
+            )
+            return apart() if clean is None else [clean]
+
         if self.recordwise:
             alone = apart()
-            if not alone and count(targets):
+            if not alone and records:
                 self.check_alive([0])
             return alone
-        return together_or_apart(lambda: [run((inputs, targets), people)], apart, lambda: self.check_alive([0]))
+        return together_or_apart(lambda: [run((inputs, targets), people).leave_out(spare)], others, lambda: self.check_alive([0]))
+
+    def filled(self, inputs: Any, targets: Any, absent: Sequence[int]) -> tuple[Any, Any]:
+        """The batch with a synthetic record in these places."""
+        filled: tuple[Any, Any] = replaced((inputs, targets), absent, row(self.probe, 0))
+        return filled
 
     def differentiated(self, batch: tuple[Any, Any], indices: Sequence[int]) -> tuple[Clean, list[Tensor | None]]:
         """A clean pass, and by one backward pass the gradients at the outputs of these layers; None where none arrives."""
@@ -154,11 +177,68 @@ class Forward:
                 i, m, r = place
                 losses[m, r, i] = self.passes.losses(alone(i), [moves[m].one(r, i)]).squeeze()
 
-            each_alone(product(range(clean.records), range(len(moves)), range(repeats)), one)
-            return losses
+            def others(raised: list[tuple[int, int, int]]) -> Tensor:
+                own = [self._unmoved(move, clean, [(r, i) for i, n, r in raised if n == m]) for m, move in enumerate(moves)]
+                found = self.passes.losses(clean, own)
+                for i, m, r in raised:
+                    found[m, r, i] = math.nan
+                return found
+
+            places = product(range(clean.records), range(len(moves)), range(repeats))
+            joint = without_raising(places, one, others)
+            return losses if joint is None else joint
 
         alive = [move.site_index for move in moves]
-        return together_or_apart(lambda: self.passes.losses(clean, moves), apart, lambda: self.check_alive(alive))
+        losses = together_or_apart(lambda: self.passes.losses(clean, moves), apart, lambda: self.check_alive(alive))
+        if clean.absent:
+            losses[..., clean.absent] = math.nan
+        return losses
+
+    def _unmoved(self, move: Move, clean: Clean, places: Sequence[tuple[int, int]]) -> Move:
+        """The same move, but with nothing moved for these (repeat, record)."""
+        if not places:
+            return move
+        moved, also = move.moved.clone(), [shift._replace(delta=shift.delta.clone()) for shift in move.also]
+        for r, i in places:
+            moved[r, i] = clean.calls[move.site_index].output[i]
+            for shift in also:
+                shift.delta[r, i] = 0
+        return move._replace(moved=moved, also=also)
+
+    def losses_with(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
+        """One loss per record with these parameters, by name; NaN for a record whose pass raises. For mechanisms from outside."""
+
+        def run(inputs: Any, targets: Any) -> Tensor:
+            def model(*args: Any, **kwargs: Any) -> Any:
+                return functional_call(self.model, weights, args, kwargs)
+
+            found: Tensor = self.loss_fn(call_on_copy(model, inputs), targets)
+            return found
+
+        return self.loss_of_each(run, inputs, targets, alone=self.recordwise, alive=lambda: self.check_alive([0]))
+
+    def loss_of_each(
+        self, run: Callable[[Any, Any], Tensor], inputs: Any, targets: Any, *, alone: bool, alive: Callable[[], None]
+    ) -> Tensor:
+        """`run(inputs, targets)`, one loss per record; NaN for a record for which it raises. `alone`: one record at a time."""
+        losses = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
+
+        def one(i: int) -> None:
+            losses[i] = run(*row((inputs, targets), i))[0]
+
+        def others(raised: list[int]) -> Tensor:
+            found = run(*self.filled(inputs, targets, raised))
+            found[raised] = math.nan
+            return found
+
+        def apart() -> Tensor:
+            joint = without_raising(range(len(losses)), one, others)
+            return losses if joint is None else joint
+
+        if alone:
+            each_alone(range(len(losses)), one)
+            return losses
+        return together_or_apart(lambda: run(inputs, targets), apart, alive)
 
     def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(repeats, records) losses with every site shifted in one pass, and the inputs that the sites saw (0 where it raised)."""
@@ -180,7 +260,10 @@ class Forward:
             each_alone(product(range(repeats), range(records)), one)
             return losses, [all_rows.flatten(0, 1) for all_rows in inputs]
 
-        return together_or_apart(lambda: self.passes.all_shifted(clean, shifts), apart, lambda: self.check_alive([0]))
+        losses, seen = together_or_apart(lambda: self.passes.all_shifted(clean, shifts), apart, lambda: self.check_alive([0]))
+        if clean.absent:
+            losses[:, clean.absent] = math.nan
+        return losses, seen
 
     def weighed(self, scale: Tensor, targets: Any) -> Tensor:
         """Factors (..., records) of records' signals, times the records' weights."""

@@ -6,6 +6,7 @@ Three ways share this interface: `TracedPasses` (model/replay.py) re-runs only w
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,8 @@ class Move(NamedTuple):
 class Clean:
     """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs.
 
-    `people` says which rows belong to one person, where people are protected rather than records.
+    `people` says which rows belong to one person, where people are protected rather than records. `absent` are rows whose record's
+    pass raises: something public stands in their place, their loss is NaN, their gradient 0.
     """
 
     inputs: Any
@@ -66,11 +68,22 @@ class Clean:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     slopes: list[Tensor] = field(default_factory=list)
     people: People | None = None
+    absent: list[int] = field(default_factory=list)
     _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     @property
     def records(self) -> int:
         return self.losses.shape[0]
+
+    def leave_out(self, absent: list[int]) -> Clean:
+        """These rows say nothing from now on."""
+        if not absent:
+            return self
+        self.absent = absent
+        self.losses[absent] = math.nan
+        for slope in self.slopes:
+            slope[absent] = 0
+        return self
 
     def detached(self) -> Clean:
         """The same without its history."""

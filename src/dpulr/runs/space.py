@@ -16,15 +16,17 @@ from dpulr import search, validate
 from dpulr.accounting import selection
 from dpulr.accounting.events import Charge, Release, SampledStep, Unaccounted
 from dpulr.accounting.selection import RandomRuns, SearchCost
+from dpulr.auto import Choice
 from dpulr.errors import BudgetError, PrivacyRefusal, UsageError
 from dpulr.runs.loading import load_data, make_model
 from dpulr.runs.settings import NAMES, Settings
-from dpulr.runs.training import Training
+from dpulr.runs.training import Training, outline_of
 
 ScoreOn = Literal["holdout", "test"]
 FIXED = (
-    *("dataset", "holdout", "unit", "max_per_person", "target_epsilon", "target_delta", "noise_multiplier", "sampling"),
-    *("rejection_threshold", "min_dataset_size", "insecure_noise_seed", "evaluations", "evaluation_epsilon", "test"),
+    *("dataset", "holdout", "test", "unit", "max_per_person", "target_epsilon", "target_delta", "noise_multiplier", "sampling"),
+    *("rejection_threshold", "min_dataset_size", "insecure_noise_seed", "evaluations", "evaluation_epsilon", "temperature"),
+    "seconds",
 )
 """Settings that are the same in all runs of a search: they decide who is protected, and by what."""
 _WIDTH, _LEAST, _FIRST, _MOST = 2e-3, math.log(0.05), math.log(2.0), math.log(1e4)
@@ -52,6 +54,8 @@ class Search:
             )
         if self.base.evaluation_epsilon is not None:
             raise UsageError("a search scores its runs on held-out records by itself: leave out --evaluation-epsilon.")
+        if self.base.temperature is not None or self.base.seconds is not None:
+            raise UsageError("a search has a fixed number of epochs, and no temperature: leave out --seconds and --temperature.")
         self.candidates  # noqa: B018 - so are names that do not exist
 
     @cached_property
@@ -96,9 +100,13 @@ class Search:
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """A search with its noise. `noise` has a multiplier for each candidate; score_noise is None where scores are public."""
+    """A search with its noise: a multiplier for each of its candidates, in which nothing is left to "auto" any more.
+
+    score_noise is None where scores are public.
+    """
 
     search: Search
+    candidates: tuple[Settings, ...]
     noise: tuple[float, ...]
     charges: tuple[Charge, ...]
     cost: SearchCost
@@ -137,7 +145,8 @@ def with_holdout(base: Settings, records: int) -> Settings:
 def plan_search(search_: Search) -> SearchPlan:
     """The noise of each candidate, such that the whole search stays within the budget; or, with a given noise, what it costs."""
     train, scored, _ = parts(search_)
-    steps = _Steps(search_.candidates, train)
+    candidates = _settled(search_, train)
+    steps = _Steps(candidates, train)
     delta, target = search_.base.target_delta, search_.base.target_epsilon
     given = search_.base.noise_multiplier
     if given is not None:
@@ -158,7 +167,24 @@ def plan_search(search_: Search) -> SearchPlan:
         charges = [steps.charge(i, own) for i, own in enumerate(noise)]
         cost = _cost(search_, charges, delta)
     held_out = len(scored) if search_.score_on == "holdout" else 0
-    return SearchPlan(search_, tuple(noise), tuple(charges), cost, len(train), held_out)
+    return SearchPlan(search_, candidates, tuple(noise), tuple(charges), cost, len(train), held_out)
+
+
+def _settled(search_: Search, train: Any) -> tuple[Settings, ...]:
+    """With what was left to "auto" as numbers: those of a run with half the budget, which is about what a search leaves for one."""
+    budget = None if search_.base.target_epsilon is None else search_.base.target_epsilon / 2
+    known: dict[str, Choice] = {}
+
+    def settled(settings: Settings) -> Settings:
+        left = [name for name in ("batch_size", "repeats", "learning_rate") if getattr(settings, name) == "auto"]
+        if not left:
+            return settings
+        key = repr(settings)
+        if key not in known:
+            known[key] = outline_of(replace(settings, target_epsilon=budget), train).choice
+        return replace(settings, **{name: getattr(known[key], name) for name in left})
+
+    return tuple(settled(settings) for settings in search_.candidates)
 
 
 def _cost(search_: Search, charges: Iterable[Charge], delta: float) -> SearchCost:

@@ -109,7 +109,9 @@ def begin(search: Search, folder: Path, say: Say = lambda text: None) -> SearchP
         {
             "version": __version__,
             "search": search.to_dict(),
-            "noise": list(plan.noise),
+            "runs_with": [
+                with_noise(settings, noise).to_dict() for settings, noise in zip(plan.candidates, plan.noise, strict=True)
+            ],
             "score_noise": plan.score_noise,
             "gamma": search.law.gamma,
             "delta": plan.cost.delta,
@@ -160,7 +162,7 @@ def one_run(folder: str, run: int) -> None:
     torch.set_num_threads(1)
     place, about = Path(folder), read_json(Path(folder) / SEARCH)
     search, choice = Search.from_dict(about["search"]), _drawn(place)[run]
-    settings = _settings(search, about, choice)
+    settings = _settings(about, choice)
     train, scored, _ = parts(search)
     training = Training(settings, train, make_model(settings))
     if to_dict(Charge(training.engine.plan.event, training.engine.planned_steps)) not in about["charged"]:
@@ -182,9 +184,9 @@ def _score(model: Any, scored: Any, noise: float | None) -> float:
     return float(on_grid(count + noise * RandomSource().noise(1).draw(), noise))
 
 
-def _settings(search: Search, about: Mapping[str, Any], choice: int) -> Settings:
+def _settings(about: Mapping[str, Any], choice: int) -> Settings:
     """Those that a run of this candidate trains with."""
-    return with_noise(search.candidates[choice], about["noise"][choice])
+    return Settings.build(about["runs_with"][choice])
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def _release(folder: Path, runs: int) -> dict[str, Any]:
     states = [checkpoint.read(_file(folder, run))[1] for run in range(runs)]
     best = max(range(runs), key=lambda run: (states[run]["score"], states[run]["tie"]))
     choice = int(states[best]["choice"])
-    settings, law = _settings(search, about, choice), RandomRuns(search.eta, about["gamma"])
+    settings, law = _settings(about, choice), RandomRuns(search.eta, about["gamma"])
     cost = search_cost([[from_dict(charge)] for charge in about["charged"]], law, about["delta"], about["score_noise"])
     tensors, _ = checkpoint.read(_file(folder, best))
     model = make_model(settings)
