@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 USUAL_RADIUS = 0.1
 RADII = tuple(USUAL_RADIUS * 10 ** (k / 2) for k in (0, -1, 1, -2, 2, 3, 4, 5, 6))
 """What "auto" tries. It takes the best, or the first, the usual one, if that is nearly as good."""
-_NEARLY = 0.9
+_NEARLY = 0.8
 _PER_DIMENSION, _RECORDS = 4, 16
 _SEED = 20_240_305  # public: only synthetic records are moved along these directions
 
