@@ -27,7 +27,7 @@ setup-dev: .venv/ready-dev
 .venv/ready: pyproject.toml constraints.txt
 	@echo "--- setting up .venv with pinned versions"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e .
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[cli]"
 	@touch $@
 
 .venv/ready-dev: .venv/ready

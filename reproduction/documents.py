@@ -21,6 +21,7 @@ from reproduction import (
     paper_figures,
     paper_tables,
     results_file,
+    senders,
 )
 from reproduction.pages import differs, fill
 
@@ -57,6 +58,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "errata.md": errata.parts,
     "losses.md": losses.parts,
     "beyond-backprop.md": beyond.parts,
+    "users.md": senders.parts,
     "scale.md": scale.parts,
 }
 

@@ -110,12 +110,13 @@ def small_table() -> str:
 
 
 # --- MNIST ----------------------------------------------------------------------------------------------------------------
+_SIGNS: dict[str, Any] = {"repeats": 8, "batch_size": 2_000, "learning_rate": 0.4}
 _EXACT: dict[str, Any] = {"mechanism": "gradient", "repeats": None, "batch_size": 1_000, "learning_rate": 0.15}
 _FOLLOWING = {"mechanism_options": {"max_grad_norm": "adaptive"}}
 WAYS: dict[str, dict[str, Any]] = {
-    "hidden-direction (`dpulr train`)": {},
-    "hidden-direction, `--temperature 0.02`": {"temperature": 0.02},
-    'hidden-direction, `kappa="adaptive"`': {"mechanism_options": {"kappa": "adaptive"}},
+    "hidden-direction": _SIGNS,
+    "hidden-direction, `--temperature 0.02`": {**_SIGNS, "temperature": 0.02},
+    'hidden-direction, `kappa="adaptive"`': {**_SIGNS, "mechanism_options": {"kappa": "adaptive"}},
     "gradient": _EXACT,
     'gradient, `max_grad_norm="adaptive"`': {**_EXACT, **_FOLLOWING},
     "gradient, `--temperature 0.02`": {**_EXACT, "temperature": 0.02},
@@ -128,7 +129,7 @@ def mnist_run(way: str, seed: int) -> Run:
 
 
 def mnist_runs(seed: int) -> list[Run]:
-    """`dpulr train` as it is, but for what the way says: MNIST, epsilon 1, 10 epochs."""
+    """MNIST, epsilon 1, 10 epochs."""
     return [mnist_run(way, seed) for way in WAYS]
 
 

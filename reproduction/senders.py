@@ -156,6 +156,11 @@ def markdown(seeds: int = 3) -> str:
     return table(["mechanism", "protected", *names, "learning rate"], rows)
 
 
+def parts() -> dict[str, str]:
+    """The marked part of docs/users.md."""
+    return {"senders": markdown()}
+
+
 def majority() -> float:
     """The accuracy of saying "not spam" to all test e-mails: what a model has to beat."""
     _, test = emails()

@@ -214,7 +214,7 @@ def studies() -> dict[str, Study]:
             ("all",),
             lambda choice: senders.stages(choice.seeds),
             lambda choice: senders.markdown(choice.seeds),
-            epochs=30,
+            epochs=20,
             changeable=False,
         ),
         Study(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpulr.runs.tuning import tune
     from dpulr.scores import evaluate
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _HOME = {
     "BlackBox": "dpulr.model.black_box",

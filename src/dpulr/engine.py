@@ -272,13 +272,16 @@ class PrivacyEngine:
             values = self.ranks.released(total, self._privatised)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
+            if len(self._groups) == 1:
+                self.fitted.gradients(values, public, self._buffers(self._groups[0]))
         if self._sets_rate:
             for settings in self.optimizer.param_groups:
                 settings["lr"] = self.choice.rate_at(number, self.planned_steps)
         with self._watch.own_step():
             for group in self._groups:
-                with self._computing():
-                    self.fitted.gradients(values, public, self._buffers(group))
+                if len(self._groups) > 1:
+                    with self._computing():
+                        self.fitted.gradients(values, public, self._buffers(group))
                 self._assign(group)
                 self.optimizer.step()
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from dpulr.errors import RunError
 
+BINARY = getattr(os, "O_BINARY", 0)  # Windows would change line ends
+
 
 def write_all(handle: int, data: bytes) -> None:
     """os.write until all is written: a nearly full disk takes a part and says so only by a smaller count."""
@@ -21,7 +23,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """Put `data` at `path`, so that any reader at any time, and after any crash, sees the old file or the new one."""
     draft = path.with_name(f".{path.name}.part")
     try:
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o644)
         try:
             write_all(handle, data)
             os.fsync(handle)
@@ -36,7 +38,9 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder last."""
+    """Make renames in a folder last. Windows has no such call, and none is needed there."""
+    if os.name == "nt":
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,13 +64,19 @@ def read_json(path: Path) -> Any:
 
 def append_line(path: Path, value: Any) -> None:
     """Add one JSON line. A half-written line of an earlier crash is closed first, so that it spoils itself only."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
     try:
         size = os.fstat(handle).st_size
-        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        torn = size > 0 and _last_byte(path) != b"\n"
         write_all(handle, (b"\n" if torn else b"") + json.dumps(value).encode() + b"\n")
     finally:
         os.close(handle)
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -369,14 +369,14 @@ def odd_one(rank: int, what: str) -> Any:
 
 
 def every_odd_one(rank: int, whats: list[str]) -> list[str]:
-    found = []
+    found, version = [], dpulr.__version__
     for what in whats:
         try:
             odd_one(rank, what)
             found.append("accepted")
         except InvalidArgument as problem:
             found.append(str(problem))
-        dpulr.__version__ = "0.2.0.dev0"
+        dpulr.__version__ = version
     return found
 
 

@@ -28,7 +28,7 @@ from dpulr import accounting
 from dpulr.accounting import events
 from dpulr.accounting.events import Charge, SampledStep, Unaccounted
 from dpulr.errors import InvalidArgument, PrivacyRefusal
-from dpulr.files import write_all
+from dpulr.files import BINARY, write_all
 
 LEDGER, HEAD = "ledger.jsonl", "ledger.head"
 FORMAT = 1
@@ -157,7 +157,7 @@ class DiskLedger(accounting.Ledger):
         began = time.perf_counter()
         line = json.dumps({**value, "previous": self.head}).encode()
         self._broken = True
-        handle = os.open(self.folder / LEDGER, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        handle = os.open(self.folder / LEDGER, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
         try:
             write_all(handle, line + b"\n")
             os.fsync(handle)
@@ -274,9 +274,9 @@ def _whole(value: object) -> int:
 # --- the head -----------------------------------------------------------------------------------------------------------
 def _write_head(folder: Path, entries: int, head: str) -> None:
     """Overwritten in place, always of one size: a full disk has room for it. It follows the ledger, it never leads."""
-    handle = os.open(folder / HEAD, os.O_WRONLY | os.O_CREAT, 0o644)
+    handle = os.open(folder / HEAD, os.O_WRONLY | os.O_CREAT | BINARY, 0o644)
     try:
-        os.pwrite(handle, _head_line(entries, head), 0)
+        write_all(handle, _head_line(entries, head))
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -46,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    import typer
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ImportError as problem:
+        raise errors.UsageError("the command line needs typer and rich: pip install 'dpulr[cli]'.") from problem
     from typer.main import get_command
 
     from dpulr.cli.app import app

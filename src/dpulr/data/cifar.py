@@ -70,7 +70,10 @@ def _batch(raw: bytes) -> tuple[Tensor, Tensor]:
 
 def from_pictures(folder: Path, name: str) -> bytes:
     """One .bin file made from the npm package's picture, in which every row is an image, and its list of labels."""
-    from PIL import Image
+    try:
+        from PIL import Image
+    except ImportError as problem:
+        raise DataError("these pictures need Pillow: pip install 'dpulr[cifar]'.") from problem
 
     stem = name.removesuffix(".bin")
     with Image.open(folder / f"{stem}.png") as picture:

@@ -114,7 +114,8 @@ class Private(BaseEstimator):  # type: ignore[misc]
             raise PrivacyRefusal(
                 "this is a clone of an estimator, or it has been fitted before. Cross-validation and searches train on the data "
                 f"again and again: five fits like this one cost epsilon {five.epsilon or math.inf:.3g} in all, and no guarantee "
-                "covers their scores. Choose settings on public data, or keep the defaults. On other data take a new estimator. "
+                "covers their scores. dpulr.tune chooses settings on private data for one epsilon; or choose them on public data, "
+                "or keep the defaults. On other data take a new estimator. "
                 'repeated_fits="add up" allows it; then privacy_ states the cost of all fits.'
             )
         if again and fits.moved:

@@ -82,7 +82,13 @@ class Call:
 
 
 def without_history(values: Any) -> Any:
-    """The same values, of which autograd remembers nothing."""
+    """The same values, of which autograd remembers nothing. What layers usually get and give takes no slow walk by pytree."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    if type(values) in (tuple, list):
+        return type(values)(map(without_history, values))
+    if type(values) is dict:
+        return {key: without_history(value) for key, value in values.items()}
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
 
 
