@@ -23,9 +23,9 @@ from reproduction.results_file import found
 from reproduction.run import Run
 
 FILE = "auto.json"
-_LARGEST = (8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
+_LARGEST = (16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0)
 _MOVEMENT = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.8, 1.0)
-_STEPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_STEPS = (1.0, 2.0, 4.0, 8.0, 16.0)
 _OUTSIDE = 4.0  # points lost per doubling beyond the rates that were tried: more than any that was seen inside
 _LADDER = 2.0
 
@@ -80,14 +80,26 @@ class Data:
     fan_in: int
     """The inputs of all layers together, biases included."""
     features: str | None = None
+    linear: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Which constants it is for."""
+        return "linear" if self.linear else "deep"
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """As many layers as `dpulr.auto` asks for."""
+        whole = Layer(self.fan_in, self.fan_in)
+        return (whole,) if self.linear else (replace(whole, fan_in=self.fan_in - 1), Layer(1, 1))
 
 
 DATA = {
     "mlp": Data("fashion-mnist", "mlp", 10_000, 50_000, 785 + 129 + 65 + 33),
-    "scattering": Data("fashion-mnist", "auto", 10_000, 50_000, 3_970, "scattering"),
+    "scattering": Data("fashion-mnist", "auto", 10_000, 50_000, 3_970, "scattering", linear=True),
     "cnn": Data("fashion-mnist", "reproduction.models:small_cnn", 10_000, 50_000, 65 + 257 + 513 + 33),
     "table": Data("reproduction.datasets:synthetic", "reproduction.models:tabular", 0, 8_000, 41 + 33),
-    "table-linear": Data("reproduction.datasets:synthetic", "reproduction.models:tabular_linear", 0, 8_000, 41),
+    "table-linear": Data("reproduction.datasets:synthetic", "reproduction.models:tabular_linear", 0, 8_000, 41, linear=True),
 }
 
 
@@ -168,9 +180,13 @@ def cells_of(mechanism: str) -> list[Cell]:
     return gradient_cells() if mechanism == "gradient" else hidden_cells()
 
 
-def fitted(mechanism: str) -> Constants:
-    """The constants that lose least on average, on a coarse grid: first those of the rate, then that of the batch size."""
-    known = [(cell, scores) for cell in cells_of(mechanism) if len(scores := cell.scores()) > 1]
+def fitted(kind: str) -> Constants:
+    """The constants that lose least on average, on a coarse grid: first those of the rate, then that of the batch size.
+
+    By exact gradients, which are cheap; hidden directions have the same noise and the same lengths.
+    """
+    own = [cell for cell in gradient_cells() if DATA[cell.data].kind == kind]
+    known = [(cell, scores) for cell in own if len(scores := cell.scores()) > 1]
 
     def lost_by_rate(pair: tuple[float, float]) -> float:
         constants = Constants(*pair, 1.0)
@@ -186,54 +202,55 @@ def fitted(mechanism: str) -> Constants:
     def lost_by_size(steps: float) -> float:
         lost = 0.0
         for (data, epsilon, epochs, _), curve in groups.items():
-            task = Task(mechanism, DATA[data].records, (), epsilon, epochs=epochs)
-            with patched(mechanism, replace(rates, steps=steps)):
-                lost += max(curve.values()) - _interpolated(curve, batch_size_for(task))
+            task = Task("gradient", DATA[data].records, DATA[data].layers, epsilon, epochs=epochs)
+            with patched(kind, replace(rates, steps=steps)):
+                lost += max(curve.values()) - _interpolated(curve, batch_size_for(task), 1.0)
         return lost
 
     return replace(rates, steps=min(_STEPS, key=lost_by_size))
 
 
 @contextmanager
-def patched(mechanism: str, constants: Constants) -> Iterator[None]:
+def patched(kind: str, constants: Constants) -> Iterator[None]:
     """`dpulr.auto` with other constants."""
-    before = auto.FITTED[mechanism]
-    auto.FITTED[mechanism] = constants
+    before, auto.FITTED[kind] = auto.FITTED[kind], constants
     try:
         yield
     finally:
-        auto.FITTED[mechanism] = before
+        auto.FITTED[kind] = before
 
 
 def _at_rule(cell: Cell, scores: dict[float, float], constants: Constants) -> float:
     """The accuracy at the rate that the rule gives with these constants, interpolated."""
     about = DATA[cell.data]
-    task = Task(cell.mechanism, about.records, (Layer(about.fan_in, about.fan_in),), cell.epsilon, epochs=cell.epochs)
-    with patched(cell.mechanism, constants):
+    task = Task(cell.mechanism, about.records, about.layers, cell.epsilon, epochs=cell.epochs)
+    with patched(about.kind, constants):
         rate = choose(task, batch_size=cell.batch_size, repeats=cell.repeats).learning_rate
     return _interpolated(scores, rate)
 
 
-def _interpolated(curve: dict[float, float], place: float) -> float:
+def _interpolated(curve: dict[float, float], place: float, outside_loss: float = _OUTSIDE) -> float:
     """Linear in the logarithm; beyond the ends it falls."""
     ends = sorted(curve)
     outside = max(0.0, math.log2(ends[0] / place), math.log2(place / ends[-1]))
     logs = [math.log(value) for value in ends]
-    return float(np.interp(math.log(place), logs, [curve[value] for value in ends])) - _OUTSIDE * outside
+    return float(np.interp(math.log(place), logs, [curve[value] for value in ends])) - outside_loss * outside
 
 
 def markdown() -> str:
     """Each cell: its best rate, what the rule says, and what that loses; then the constants."""
     rows = []
-    for mechanism in auto.FITTED:
+    for mechanism in ("gradient", "hidden-direction"):
         for cell in cells_of(mechanism):
             scores = cell.scores()
             if len(scores) < 2:
                 continue
-            best, kept = max(scores, key=lambda rate: scores[rate]), _at_rule(cell, scores, auto.FITTED[mechanism])
+            best, kept = max(scores, key=lambda rate: scores[rate]), _at_rule(cell, scores, auto.FITTED[DATA[cell.data].kind])
             label = f"{cell.repeats}" if cell.repeats else "-"
             about = [cell.data, mechanism, f"{cell.epsilon:g}", f"{cell.epochs:g}", f"{cell.batch_size}", label]
             rows.append([*about, f"{best:.3g}", f"{scores[best]:.1f}", f"{kept:.1f}"])
     heads = ["data", "mechanism", "epsilon", "epochs", "batch", "repeats", "best rate", "its accuracy (%)", "at the rule's rate"]
-    constants = "\n".join(f"{mechanism}: {fitted(mechanism)}" for mechanism in auto.FITTED)
-    return f"{table(heads, rows)}\n\n{constants}"
+    lost = [float(row[-2]) - float(row[-1]) for row in rows]
+    summary = f"The rule's rate loses {sum(lost) / len(lost):.2f} points on average, {max(lost):.2f} at most."
+    constants = "\n".join(f"{kind}: {fitted(kind)}" for kind in auto.FITTED)
+    return f"{table(heads, rows)}\n\n{summary}\n\n{constants}"

@@ -12,6 +12,7 @@ from benchmarks import page as performance
 from benchmarks import scale
 from reproduction import (
     audit_sweep,
+    auto_judge,
     beyond,
     certified,
     errata,
@@ -20,6 +21,7 @@ from reproduction import (
     options,
     paper_figures,
     paper_tables,
+    public_features,
     results_file,
     senders,
 )
@@ -31,6 +33,8 @@ CIFAR_EPOCHS, SIZE_EPOCHS, REPEATS_EPOCHS, BASELINES_EPOCHS = 1, 1, 3, 3
 
 def results_parts() -> dict[str, str]:
     tables = {dataset: certified.markdown(dataset) for dataset in certified.comparisons()}
+    tables |= {"features": public_features.markdown(), "logistic": public_features.logistic(), "senders": senders.markdown()}
+    tables |= {"judge": auto_judge.markdown()}
     return tables | {"options": options.markdown(), "removed": options.removed(), "longer": options.longer()}
 
 
@@ -77,6 +81,7 @@ def draw(images: Path = reproduction.DOCS / "images") -> None:
     """All pictures of results but the cost of rejection, which is computed (`figure-bound`)."""
     for dataset in certified.comparisons():
         paper_figures.draw_certified(dataset, images / f"results-{dataset}.png")
+    public_features.draw(images / "results-features.png")
     paper_figures.draw_dynamics(draw_data(), images / "paper-dynamics.png")
     paper_figures.draw_cifar(images / "paper-cifar.png", epochs=CIFAR_EPOCHS)
     audit_sweep.pictures(images)

@@ -53,13 +53,13 @@ def _features(dataset: str, features: str) -> tuple[tuple[str, Any], ...]:
 _SCATTERING, _IMAGENET = "none", "ImageNet"
 _TRAMER = "Tramer and Boneh 2021, scattering + linear: {}"
 ROWS = {
-    "mnist:1.2": Row("MNIST, scattering", _SCATTERING, 1.2, 15, 98.0, _TRAMER.format("98.1"), _features("mnist", "scattering")),
-    "mnist:2.93": Row("MNIST, scattering", _SCATTERING, 2.93, 15, 98.6, _TRAMER.format("98.7"), _features("mnist", "scattering")),
+    "mnist:1.2": Row("MNIST, scattering", _SCATTERING, 1.2, 12, 98.0, _TRAMER.format("98.1"), _features("mnist", "scattering")),
+    "mnist:2.93": Row("MNIST, scattering", _SCATTERING, 2.93, 12, 98.6, _TRAMER.format("98.7"), _features("mnist", "scattering")),
     "fashion-mnist:2.7": Row(
-        "Fashion-MNIST, scattering", _SCATTERING, 2.7, 15, 89.5, _TRAMER.format("89.5"), _features("fashion-mnist", "scattering")
+        "Fashion-MNIST, scattering", _SCATTERING, 2.7, 12, 89.5, _TRAMER.format("89.5"), _features("fashion-mnist", "scattering")
     ),
     "cifar10:3": Row(
-        "CIFAR-10, scattering", _SCATTERING, 3.0, 15, 66.5, _TRAMER.format("67.0"), _features("cifar10", "scattering")
+        "CIFAR-10, scattering", _SCATTERING, 3.0, 12, 66.5, _TRAMER.format("67.0"), _features("cifar10", "scattering")
     ),
     "cifar10-imagenet:1": Row(
         "CIFAR-10, EfficientNet-Lite0", _IMAGENET, 1.0, 15, 85.0, "-", _features("cifar10", "efficientnet-lite0")

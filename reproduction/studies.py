@@ -6,7 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduction import auto_fit, beyond, certified, hybrid, losses, options, paper_figures, paper_tables, public_features, senders
+from reproduction import (
+    auto_fit,
+    auto_judge,
+    beyond,
+    certified,
+    hybrid,
+    losses,
+    options,
+    paper_figures,
+    paper_tables,
+    public_features,
+    senders,
+)
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
 from reproduction.results_file import described, found
@@ -241,6 +253,15 @@ def studies() -> dict[str, Study]:
             by_seed(lambda label, seed, _: [public_features.ROWS[label].run(seed)]),
             lambda choice: public_features.markdown(choice.seeds),
             epochs=15,
+            changeable=False,
+        ),
+        Study(
+            "auto-judge",
+            "auto beside the best of a grid and untuned Opacus, data:epsilon:epochs, on data that it was not fitted to",
+            tuple(cell.label for cell in auto_judge.cells()),
+            lambda choice: auto_judge.stages(choice.labels),
+            lambda _: auto_judge.markdown(),
+            epochs=10,
             changeable=False,
         ),
         Study(

@@ -21,6 +21,7 @@ from dpulr.chosen import seconds_per_step, shapes
 from dpulr.errors import InvalidArgument
 from dpulr.runs import Settings
 from dpulr.runs.training import Training
+from reproduction import auto_fit
 
 MLP = layers_of((784, 128, 64, 32, 10))
 TASK = Task("gradient", 60_000, MLP, epochs=10)
@@ -163,6 +164,12 @@ def test_only_auto_is_a_word() -> None:
     for name in ("batch_size", "learning_rate", "repeats"):
         with pytest.raises(InvalidArgument, match=name):
             Settings(**{name: "many"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", list(auto.FITTED))
+def test_constants_are_those_that_the_study_finds(kind: str) -> None:
+    """`python -m reproduction auto-fit --show` prints them."""
+    assert auto.FITTED[kind] == auto_fit.fitted(kind)
 
 
 def test_a_schedule_ends_at_zero() -> None:

@@ -32,12 +32,9 @@ class Constants:
     steps: float
 
 
-FITTED = {
-    "gradient": Constants(largest=96.0, movement=0.4, steps=4.0),
-    "hidden-direction": Constants(largest=96.0, movement=0.4, steps=4.0),
-}
-FEWEST_STEPS, SMALLEST_BATCH, LARGEST_SHARE = 60, 32, 1 / 3
-_AFFORDABLE = 4e6  # multiplications of all repeats of a record
+FITTED = {"linear": Constants(largest=384.0, movement=0.3, steps=1.0), "deep": Constants(largest=64.0, movement=0.4, steps=2.0)}
+FEWEST_STEPS, MOST_STEPS, SMALLEST_BATCH, LARGEST_SHARE = 250, 1_500, 32, 1 / 3
+_AFFORDABLE = 2e6  # multiplications of all repeats of a record
 _FEW, _MANY = 8, 32
 
 
@@ -72,7 +69,8 @@ class Task:
 
     @property
     def constants(self) -> Constants:
-        return FITTED.get(self.mechanism, FITTED["gradient"])
+        """A single layer has a convex loss, and takes larger steps."""
+        return FITTED["linear" if len(self.layers) == 1 else "deep"]
 
     @property
     def fan_in(self) -> int:
@@ -157,14 +155,14 @@ def batch_size_for(task: Task, why: dict[str, str] | None = None) -> int:
     """As many steps as can be used: more of them only get smaller, fewer leave budget unused."""
     constants = task.constants
     useful = constants.steps * task.shift * task.records * constants.movement / constants.largest
-    wanted = max(FEWEST_STEPS, useful)
+    wanted = min(max(FEWEST_STEPS, useful), MOST_STEPS)
     epochs = task.epochs or (EPOCHS if task.steps is None else max(EPOCHS, task.steps / wanted))
     wanted = wanted if task.steps is None else task.steps
     size = epochs * task.records / wanted
     size = min(max(size, SMALLEST_BATCH), max(SMALLEST_BATCH, LARGEST_SHARE * task.records))
     size = min(task.records, _round(size))
     (why if why is not None else {})["batch_size"] = (
-        f"about {wanted:,.0f} steps can be used at this budget (at least {FEWEST_STEPS}), and {epochs:g} epochs of "
+        f"about {wanted:,.0f} steps can be used at this budget ({FEWEST_STEPS} to {MOST_STEPS:,}), and {epochs:g} epochs of "
         f"{task.records:,} records are shared among them."
     )
     return int(size)

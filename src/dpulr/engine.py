@@ -183,11 +183,9 @@ class PrivacyEngine:
         if open_size:
             request = make(**asked | {"batch_size": self.choice.batch_size})
         self.mechanism = self.mechanism.with_repeats(self.choice.repeats).settled(self.forward)
-        settings = {"seed": seed, "replay": replay, "parallel": parallel, "shared_noise": shared_noise}
         owners = None if self._membership is None else digest_of([torch.from_numpy(self._membership.owners)])
-        self._agree(
-            loss_fn, request, {**settings, "insecure_noise_seed": insecure_noise_seed, "unit (who has which records)": owners}
-        )
+        settings = {"seed": seed, "replay": replay, "insecure_noise_seed": insecure_noise_seed}
+        self._agree(loss_fn, request, {**settings, "unit (who has which records)": owners})
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
         if self.ranks.size > 1:

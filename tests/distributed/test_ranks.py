@@ -361,7 +361,16 @@ def odd_one(rank: int, what: str) -> Any:
         settings |= {"unit": [row // (2 + odd) for row in range(200)], "max_per_person": 2, "mechanism": dpulr.Gradient()}
     if what == "records" and odd:
         settings["data"] = blobs(100)
-    changed = {"seed": 1, "batch_size": 10, "steps": 5, "noise_multiplier": 2.0, "mechanism": dpulr.Gaussian(repeats=3)}
+    changed = {
+        "sharded": True,
+        "parallel": "passes",
+        "shared_noise": False,
+        "seed": 1,
+        "batch_size": 10,
+        "steps": 5,
+        "noise_multiplier": 2.0,
+        "mechanism": dpulr.Gaussian(repeats=3),
+    }
     if what in changed and odd:
         settings[what] = changed[what]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if what == "optimizer" and odd else 0.1)
@@ -382,7 +391,7 @@ def every_odd_one(rank: int, whats: list[str]) -> list[str]:
 
 def test_ranks_that_were_started_differently_are_refused_by_name() -> None:
     whats = ["version of dpulr", "seed", "batch_size", "steps", "noise_multiplier", "mechanism", "model", "records", "data set"]
-    whats += ["initial value of the parameters", "optimizer", "unit"]
+    whats += ["initial value of the parameters", "optimizer", "unit", "sharded", "parallel", "shared_noise"]
     found = on_ranks(2, every_odd_one, whats)
     assert found[0] == found[1]
     for what, said in zip(whats, found[0], strict=True):

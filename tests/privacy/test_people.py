@@ -24,12 +24,12 @@ from tests.support.core import CPU, LOSS, all_kinds, engine, mlp, points
 MOST = 4
 TOLERANCE = 1e-6
 MECHANISMS = [
-    dpulr.HiddenDirection(),
+    dpulr.HiddenDirection(repeats=1),
     dpulr.HiddenDirection(repeats=3, antithetic=True, subspace=None),
-    dpulr.HiddenDirection(kappa=0.05, groups=1),
-    dpulr.HiddenDirection(last_layer="exact", subspace=2),
-    dpulr.HiddenDirection(exact="auto"),
-    dpulr.HiddenDirection(space="weight"),
+    dpulr.HiddenDirection(repeats=1, kappa=0.05, groups=1),
+    dpulr.HiddenDirection(repeats=1, last_layer="exact", subspace=2),
+    dpulr.HiddenDirection(repeats=1, exact="auto"),
+    dpulr.HiddenDirection(repeats=1, space="weight"),
     dpulr.Gaussian(repeats=2),
     dpulr.Gaussian(repeats=2, clipping="per-layer", max_grad_norm=0.3, subspace=2),
     dpulr.Gradient(),
@@ -192,7 +192,7 @@ def test_no_step_takes_more_of_a_person_than_allowed() -> None:
 
 
 def test_one_record_per_person_is_for_every_mechanism() -> None:
-    private = engine_of(dpulr.HiddenDirection(), mlp(), sample_rate=1.0)
+    private = engine_of(dpulr.HiddenDirection(repeats=1), mlp(), sample_rate=1.0)
     settings: dict[str, Any] = {"mechanism": "hidden-direction", "steps": 1, "sample_rate": 1.0, "expected_batch_size": 5.0}
     single = engine(mlp(), points(40), unit=np.arange(40) // 3, max_per_person=1, **settings)
     assert len(next(single.batches(1))[1]) == 14

@@ -111,6 +111,7 @@ class Ranks(Alone):
         store = own_store(dist.distributed_c10d._get_default_store(), f"dpulr/{self.shared(lambda: secrets.token_hex(8))}")
         self._pulse, self._compared = Pulse(store, self.rank, names), -COMPARE_EVERY
         weakref.finalize(self, self._pulse.stop)
+        self.agree({"sharded": str(sharded), "parallel": parallel, "shared_noise": str(shared_noise)})  # else they would not meet
 
     def _own_group(self, members: list[int]) -> Any:
         return dist.new_group(members, timeout=timedelta(seconds=self._timeout), backend="gloo", use_local_synchronization=True)
