@@ -384,10 +384,11 @@ class PrivacyEngine:
     def _buffers(self, group: list[int]) -> Gradients:
         """For the gradients of these sites: where there are several groups, each has buffers for its own turn only."""
         if len(self._groups) > 1 or not self._gradients:
-            self._gradients = [
-                {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
-                for i, site in enumerate(self.forward.sites)
-            ]
+            with torch.inference_mode(False):  # what becomes .grad is a plain tensor
+                self._gradients = [
+                    {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
+                    for i, site in enumerate(self.forward.sites)
+                ]
         return self._gradients
 
     def _assign(self, group: list[int]) -> None:

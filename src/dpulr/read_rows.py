@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dpulr.data.tables import TableDataset
+from dpulr.data.texts import TextDataset
 from dpulr.data.views import ArrayDataset
 from dpulr.errors import DataError
 from dpulr.read_items import quiet
@@ -30,7 +31,7 @@ class Rows:
     def of(cls, dataset: Any) -> Rows | None:
         if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
             return cls(*dataset.tensors)
-        if type(dataset) in (ArrayDataset, TableDataset):
+        if type(dataset) in (ArrayDataset, TableDataset, TextDataset):
             return cls(dataset.inputs, dataset.targets, dataset.schema)
         return None
 

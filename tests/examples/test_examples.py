@@ -77,6 +77,19 @@ def test_quickstart_stays_within_its_budget(example: ModuleType, capsys: pytest.
     assert capsys.readouterr().out == f"{spent}\n{accuracy}\n"
 
 
+# --- huggingface ----------------------------------------------------------------------------------------------------------
+@use("huggingface")
+def test_a_model_of_hugging_face_is_fine_tuned(example: ModuleType, tmp_path: Path) -> None:
+    from tests.support.tiny_bert import save
+
+    reviews = tmp_path / "reviews.csv"
+    reviews.write_text("text,label\n" + "a very good film,1\na bad film,0\n" * 500)
+    spent, accuracy = example.main(save(tmp_path), reviews, steps=2, tokens=8)
+    assert spent.guarantee == "certified"
+    assert 0 < spent.epsilon <= 3
+    assert 0 <= accuracy <= 1
+
+
 # --- people ---------------------------------------------------------------------------------------------------------------
 @use("people")
 def test_people_are_protected_instead_of_records(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

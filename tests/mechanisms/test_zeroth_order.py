@@ -332,6 +332,15 @@ def test_large_models_are_updated_group_by_group(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(*weights)
 
 
+def test_padding_is_not_trained() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3))
+    before = model[0].weight.detach().clone()
+    records = TensorDataset(torch.randint(0, 4, (10, 2)), torch.arange(10) % 3)
+    train(engine(model, records, mechanism="zeroth-order", batch_size=5))
+    assert (model[0].weight != before).any(1).tolist() == [False, True, True, True]
+
+
 def test_bfloat16_passes_keep_a_record_to_itself() -> None:
     fitted = fitted_to(settings=dpulr.ZerothOrder(repeats=3, radius=0.1, precision="bfloat16"))
     x, y = points(8, 5).tensors

@@ -21,10 +21,10 @@ from dpulr.model.exported import Each, Packed
 from dpulr.model.forward import Forward
 from dpulr.model.prepare import prepare
 from dpulr.model.replay import TracedPasses
-from tests.support import transformers as zoo
 from tests.support import zoo as models
 from tests.support.core import CPU, LOSS, engine, train
 
+zoo: Any = pytest.importorskip("benchmarks.zoo", exc_type=ImportError)
 QUICK = ["BERT", "ViT"]
 
 
@@ -163,7 +163,7 @@ def test_a_model_that_mixes_records_is_refused_also_by_an_export() -> None:
 class Encoded(Dataset[Any]):
     """Records as a tokenizer of Hugging Face gives them."""
 
-    def __init__(self, case: zoo.Case) -> None:
+    def __init__(self, case: Any) -> None:
         self.inputs, self.targets = case.batch(20)
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ gives one slope per direction. That short vector is all that is private: it is c
 together from the directions afterwards. Epsilon is that of the Gaussian mechanism, whatever the number of directions.
 
 The published family are presets: `ZerothOrder.dpzero()`, `.dp_aggzo(directions=64)`, `.dp_zo(noise="laplace")`. Directions are made
-again from their seeds and weights are moved operation by operation (model/moved_weights.py): a step takes the memory of inference.
+again from their seeds and weights are moved operation by operation (model/moved_weights.py): no copy of them is made.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,9 @@ from torch.utils.data import Subset
 from dpulr import data, features, mechanisms, models
 from dpulr.data.table_schema import TableSchema
 from dpulr.data.tables import KINDS, read_table
+from dpulr.data.texts import read_texts, tokenizer_of
 from dpulr.errors import RunError, UsageError
+from dpulr.language import text_classifier
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
 from dpulr.runs.folder import open_config
@@ -28,6 +30,7 @@ from dpulr.user_code import named, user_module
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": models.mlp, "resnet5": models.resnet5}
 _TABLE_MODELS: dict[str, tuple[int, ...]] = {"auto": (), "mlp": (64, 32)}  # their hidden layers
+_HF = "hf:"
 _MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
 
 
@@ -35,7 +38,9 @@ def load_data(settings: Settings) -> tuple[Any, Any]:
     """Training and test set; with a holdout, both from the training set."""
     if settings.dataset.startswith(IN_PROGRAM):
         raise UsageError("this run is a program's own (dpulr.runs.record): only that program has its data, and goes on with it.")
-    if is_table(settings):
+    if settings.text is not None:
+        train, test = _texts(settings)
+    elif is_table(settings):
         train, test = _tables(settings)
     elif settings.features is not None:
         train, test = _features(settings.dataset, settings.features)
@@ -57,6 +62,10 @@ def load_data(settings: Settings) -> tuple[Any, Any]:
 
 
 def is_table(settings: Settings) -> bool:
+    return settings.text is None and _is_file(settings)
+
+
+def _is_file(settings: Settings) -> bool:
     return settings.dataset.partition(":")[0] in KINDS and ":" in settings.dataset
 
 
@@ -68,6 +77,24 @@ def table_schema(settings: Settings) -> TableSchema:
             "drafts one."
         )
     return TableSchema.read(settings.schema, settings.label)
+
+
+def _texts(settings: Settings) -> tuple[Any, Any]:
+    if not _is_file(settings) or settings.label is None or not settings.model.startswith(_HF):
+        raise UsageError("--text needs --dataset csv:FILE (or parquet:FILE), --label COLUMN and --model hf:FOLDER.")
+    read = partial(
+        read_texts,
+        text=settings.text or "",
+        label=settings.label,
+        classes=_labels(settings),
+        tokenizer=tokenizer_of(settings.model.removeprefix(_HF)),
+        length=settings.tokens,
+    )
+    return read(settings.dataset.partition(":")[2]), None if settings.test is None else read(settings.test)
+
+
+def _labels(settings: Settings) -> list[str]:
+    return [label.strip() for label in settings.labels.split(",")]
 
 
 def _tables(settings: Settings) -> tuple[Any, Any]:
@@ -88,6 +115,9 @@ def _features(dataset: str, extractor: str) -> tuple[Any, Any]:
 def make_model(settings: Settings) -> nn.Module:
     """The model with its initial weights. A user's function gets `seed` if it has such a parameter."""
     name = settings.model
+    if name.startswith(_HF):
+        classes = len(_labels(settings))
+        return text_classifier(name.removeprefix(_HF), classes, trained=settings.trained, seed=settings.seed)
     if is_table(settings) and name in _TABLE_MODELS:
         schema = table_schema(settings)
         sizes = [len(schema.features), *_TABLE_MODELS[name], len(schema.target.categories) or 1]

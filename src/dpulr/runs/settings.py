@@ -75,7 +75,13 @@ class Settings:
     schema: str | None = _option(None, "csv: and parquet: the TOML file that says what is public of the columns.")
     label: str | None = _option(None, "csv: and parquet: the column to predict, if the schema does not name it.")
     test: str | None = _option(None, "csv: and parquet: another file, with test records. They count as public.")
-    model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
+    text: str | None = _option(None, "csv: and parquet: the column of texts, for --model hf:PATH; --label names the other one.")
+    labels: str = _option("0,1", "With --text: what a label may be, by commas: words or numbers.")
+    tokens: int = _option(128, "With --text: texts are cut or padded to so many tokens.", _at_least(3))
+    model: str = _option(
+        "auto", "Model: auto (by data set), mlp, resnet5, hf:FOLDER (of Hugging Face, for --text), or package.module:function."
+    )
+    trained: str = _option("head", "hf: what is trained: head, last:N (the last N blocks and the head), bias, lora or all.")
     features: str | None = _option(
         None, "Train on features from a public model: scattering, efficientnet-lite0. The default model is then a linear layer."
     )

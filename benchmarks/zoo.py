@@ -1,16 +1,17 @@
-"""Models that nobody here wrote, in tiny configurations: those of Hugging Face."""
+"""Models that nobody here wrote, in tiny configurations: those of Hugging Face, and a ResNet-18 with GroupNorm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-T: Any = pytest.importorskip("transformers")
+T: Any = transformers
 T.logging.set_verbosity_error()
 LENGTH = 16
 _CROSS_ENTROPY = nn.CrossEntropyLoss(reduction="none")
@@ -19,11 +20,11 @@ _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "
 _IMAGE = {"image_size": 32, "patch_size": 8, "num_labels": 2}
 
 
-def of_classes(output: Any, targets: Tensor) -> Tensor:
+def of_classes(output: Any, targets: Tensor) -> Any:
     return _CROSS_ENTROPY(output.logits, targets)
 
 
-def of_tokens(output: Any, targets: Tensor) -> Tensor:
+def of_tokens(output: Any, targets: Tensor) -> Any:
     """Mean over a record's positions."""
     return _CROSS_ENTROPY(output.logits.transpose(1, 2), targets).mean(1)
 
@@ -68,37 +69,66 @@ def _tied_and_frozen(model: Any) -> nn.Module:
     return made
 
 
-def _bert() -> nn.Module:
+def _bert() -> Any:
     return T.BertForSequenceClassification(T.BertConfig(**_TEXT, **_SIZES))
 
 
-def _distilbert() -> nn.Module:
+def _distilbert() -> Any:
     return T.DistilBertForSequenceClassification(T.DistilBertConfig(**_TEXT, dim=32, n_layers=2, n_heads=2, hidden_dim=64))
 
 
-def _gpt2() -> nn.Module:
+def _gpt2() -> Any:
     return _tied_and_frozen(T.GPT2LMHeadModel(T.GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64)))
 
 
-def _llama() -> nn.Module:
+def _llama() -> Any:
     return T.LlamaForCausalLM(T.LlamaConfig(**_TEXT, **_SIZES, tie_word_embeddings=False))
 
 
-def _t5() -> nn.Module:
+def _t5() -> Any:
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
     return _tied_and_frozen(T.T5ForConditionalGeneration(T.T5Config(vocab_size=100, **sizes, decoder_start_token_id=0)))
 
 
-def _vit() -> nn.Module:
+def _vit() -> Any:
     return T.ViTForImageClassification(T.ViTConfig(**_SIZES, **_IMAGE))
 
 
-def _deit() -> nn.Module:
+def _deit() -> Any:
     return T.DeiTForImageClassification(T.DeiTConfig(**_SIZES, **_IMAGE))
 
 
-def _convnext() -> nn.Module:
+def _convnext() -> Any:
     return T.ConvNextForImageClassification(T.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, num_labels=2))
+
+
+class _Block(nn.Module):
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.GroupNorm(4, after), nn.GroupNorm(4, after)])
+        self.skip = nn.Conv2d(before, after, 1, stride, bias=False) if stride > 1 or before != after else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norms[1](self.second(self.norms[0](self.first(x)).relu()))
+        out: Tensor = (inner + self.skip(x)).relu()
+        return out
+
+
+class _ResNet18(nn.Module):
+    """Four stages of two blocks; 8 channels in the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [8, 8, 16, 32, 64]
+        blocks: list[nn.Module] = [nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.GroupNorm(4, 8), nn.ReLU()]
+        for i, (before, after) in enumerate(pairwise(widths)):
+            blocks += [_Block(before, after, 1 if i == 0 else 2), _Block(after, after, 1)]
+        self.body = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2))
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        scores: Tensor = self.body(pixel_values)
+        return scores
 
 
 MODELS = {
@@ -110,4 +140,5 @@ MODELS = {
     "ViT": Case(_vit, pixels),
     "DeiT": Case(_deit, pixels),
     "ConvNeXt": Case(_convnext, pixels),
+    "ResNet-18, GroupNorm": Case(_ResNet18, pixels, _CROSS_ENTROPY),
 }
