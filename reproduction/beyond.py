@@ -11,16 +11,21 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from dpulr import HiddenDirection
+from dpulr.mechanisms.moves import RADII, explained_shares
+from dpulr.model.prepare import prepare
 from dpulr.runs import loading, training
 from dpulr.runs.settings import Settings
 from reproduction.certified import accuracy
 from reproduction.pages import table
 from reproduction.results_file import found, mean_and_spread
 from reproduction.run import Progress, Result, Run
+from reproduction.unbackpropagated import binarised, spiking
 
 RATES, TRIAL_EPOCHS, SEEDS = (0.25, 0.5, 1.0, 2.0), 2, 3
 HIDDEN, HYBRID, GAUSSIAN, ZEROTH, STAND_IN = "hidden-direction", "hybrid", "gaussian", "zeroth-order", "stand-in"
@@ -151,21 +156,55 @@ def train(settings: Settings, progress: Progress) -> Result:
 # --- as Markdown ----------------------------------------------------------------------------------------------------------
 def markdown(labels: Sequence[str] = tuple(ROWS), seeds: int = SEEDS) -> str:
     """The table, as far as it has been run: accuracy in per cent, and a step's time over that of a plain forward pass."""
-    lines = []
+    lines, missing = [], []
     for label in labels:
         row = ROWS[label]
         for method in _methods(label):
             results = found(runs(label, method, seeds))
-            rate = best_rate(label, method)
-            cells = [accuracy(results), "-" if rate is None else f"{rate:g}", _cost(results)]
+            if not results:
+                missing.append(f"{method} on {label}")
+                continue
+            cells = [accuracy(results), f"{best_rate(label, method):g}", _cost(results)]
             lines.append([f"{row.about} ({row.dataset})", NAMES[method], *cells])
+    if not lines:
+        return "Not run yet."
     heads = ["model", "mechanism", "accuracy (%)", "learning rate", "step / plain pass"]
-    return f"{table(heads, lines)}\n\n{sentence(labels, seeds)}"
+    left = f" Not run yet: {', '.join(missing)}." if missing else ""
+    return f"{table(heads, lines)}\n\n{sentence(labels, seeds)}{left}"
 
 
 def _cost(results: Sequence[Result]) -> str:
     ratios = [result["step_seconds"] / result["plain_seconds"] for result in results]
     return f"{sum(ratios) / len(ratios):.0f}" if ratios else "-"
+
+
+def parts() -> dict[str, str]:
+    """What docs/beyond-backprop.md has from the results."""
+    return {"beyond": markdown()}
+
+
+def draw(images: Path) -> None:
+    """How much of the differences of the loss is linear in the direction, by the radius: the first layer of four models."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for name, model in {
+        "MLP": small(0),
+        "spikes, threshold 1": spiking(seed=0),
+        "spikes, threshold 10": spiking(seed=0, threshold=10.0),
+        "signs": binarised(0),
+    }.items():
+        example = (torch.zeros(1, 1, 28, 28), torch.zeros(1, dtype=torch.int64))
+        forward = prepare(model, torch.nn.CrossEntropyLoss(reduction="none"), example, torch.device("cpu"))
+        settings = HiddenDirection(radius="auto")
+        shares = sorted(zip(RADII, explained_shares(settings, forward)[0].tolist(), strict=True))
+        chosen = settings.settled(forward).distance
+        (line,) = axes.plot(*zip(*shares, strict=True), marker=".", label=f"{name}: radius {chosen:g}")
+        axes.axvline(chosen, color=line.get_color(), linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", xlabel="radius", ylabel="share that is linear in the direction", ylim=(0, 1.05))
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(images / "beyond-radius.png", dpi=150)
+    plt.close(figure)
 
 
 def sentence(labels: Sequence[str] = tuple(ROWS), seeds: int = SEEDS) -> str:

@@ -13,6 +13,7 @@ from benchmarks import scale
 from reproduction import (
     audit_sweep,
     auto_judge,
+    beyond,
     certified,
     errata,
     figure_bound,
@@ -60,6 +61,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
     "losses.md": losses.parts,
+    "beyond-backprop.md": beyond.parts,
     "users.md": senders.parts,
     "scale.md": scale.parts,
 }
@@ -84,6 +86,7 @@ def draw(images: Path = reproduction.DOCS / "images") -> None:
     paper_figures.draw_cifar(images / "paper-cifar.png", epochs=CIFAR_EPOCHS)
     audit_sweep.pictures(images)
     performance.draw(images)
+    beyond.draw(images)
 
 
 def draw_data() -> list[dict[str, object]]:

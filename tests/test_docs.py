@@ -188,7 +188,7 @@ def test_the_readme_quotes_the_results() -> None:
 # --- programs -------------------------------------------------------------------------------------------------------------
 QUICK = ("README", "CONTRIBUTING", "architecture", "pitfalls", "decisions", "accounting")
 """Pages whose programs run in the quick tier; those of the others in the slow one."""
-SMALL = "import dpulr, numpy, torch; x, y = torch.randn(1, 4), torch.zeros(1, dtype=torch.int64)\n"
+SMALL = "import dpulr, numpy, torch; x, y = torch.randn(4), torch.tensor(0)\n"
 BEFORE = {  # what a page takes as given
     "audit": SMALL
     + """
@@ -199,7 +199,7 @@ inputs, targets = torch.randn(50, 4), torch.zeros(50, dtype=torch.int64)
     + """
 model, loss_fn = torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.nn.CrossEntropyLoss(reduction="none")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-rows = [{"x": [0.0] * 4, "y": 1, "sender": i // 2} for i in range(1_000)]
+rows = [{"x": numpy.zeros(4, dtype="float32"), "y": 1, "sender": i // 2} for i in range(1_000)]
 dataset = dpulr.data.Columns(rows, inputs="x", target="y")
 """,
     "cli": """
@@ -217,7 +217,8 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 
 PROGRAMS = {f"{page.stem}-{i}": block for page in OWN for i, block in enumerate(blocks(page, "python"))}
-WHOLE = {str(page.relative_to(ROOT)): page for page in [*PAGES, *DEEPER] if blocks(page, "python")}
+TOO_LONG = ("tune",)  # a search of minutes; the tests of dpulr.tune run smaller ones
+WHOLE = {str(page.relative_to(ROOT)): page for page in [*PAGES, *DEEPER] if blocks(page, "python") and page.stem not in TOO_LONG}
 
 
 def run(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:

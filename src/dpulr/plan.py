@@ -195,6 +195,8 @@ def certified_plan(request: Request, release_at: Callable[[float], Release]) -> 
     """The plan of a mechanism that is priced by its release: the noise is calibrated to the target, unless it is given."""
     if request.target_epsilon is None and request.noise_multiplier is None:
         raise InvalidArgument("give target_epsilon (the noise is then calibrated to it) or noise_multiplier.")
+    if request.target_delta == 0 and release_at(1.0).pure_epsilon is None:
+        validate.delta(request.target_delta, "target_delta")
     threshold = 0 if request.rejection_threshold == "auto" else int(request.rejection_threshold)
     noise = _noise(request, release_at, threshold)
     if request.rejection_threshold == "auto":

@@ -8,7 +8,7 @@ from scipy import stats
 
 from dpulr import accounting as acc
 from dpulr.accounting.laplace import laplace_cells
-from dpulr.errors import BudgetError, InvalidArgument
+from dpulr.errors import InvalidArgument
 from dpulr.randomness import RandomSource
 
 
@@ -38,8 +38,9 @@ def test_pure_epsilon_adds_up():
         7 * math.log(1 + 0.25 * math.expm1(0.5)) + 2
     )
     gaussian = acc.Charge(acc.SampledStep(acc.GaussianRelease(2.0), 0.1), 1)
-    assert acc.epsilon([gaussian], 0.0) == math.inf
-    with pytest.raises(BudgetError, match="no pure epsilon"):
+    with pytest.raises(InvalidArgument, match="delta is 0"):
+        acc.epsilon([gaussian, *charges(2.0, 0.25, 7)], 0.0)
+    with pytest.raises(InvalidArgument, match="delta is 0"):
         acc.calibrate(target_epsilon=1.0, delta=0, sample_rate=0.1, steps=3)
     with pytest.raises(InvalidArgument, match="delta is -1"):
         acc.epsilon(charges(2.0, 0.25, 7), -1)

@@ -339,7 +339,7 @@ def test_snntorch_on_mnist(example: ModuleType) -> None:
 def test_events_are_made_of_each_picture_alone(example: ModuleType) -> None:
     images = dpulr.data.load("mnist")[0].tensors[0][:20]
     films = example.events(images)
-    assert films.shape == (20, len(example.path()) - 1, 1568)
+    assert films.shape == (20, len(example.PATH) - 1, 1568)
     assert set(films.unique().tolist()) == {0.0, 1.0}
     assert torch.equal(films[3:5], example.events(images[3:5]))
     assert not example.events(torch.full((1, 1, 28, 28), -1 / 3)).any()  # a black picture

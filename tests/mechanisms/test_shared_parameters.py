@@ -184,7 +184,7 @@ def test_a_use_that_nobody_sees_is_refused() -> None:
         engine(TiedByHand(), points(), mechanism="gradient")
 
 
-def test_others_still_refuse_tied_parameters() -> None:
+def test_others_still_refuse_shared_parameters() -> None:
     for mechanism in ("gaussian", "hidden-direction"):
         with pytest.raises(ModelRefused, match="is tied to"):
             engine(TiedLinear(), points(), mechanism=mechanism)

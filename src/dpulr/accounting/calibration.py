@@ -90,7 +90,7 @@ def _worth(make_release: MakeRelease, wanted: float) -> float:
 def _refuse_hopeless(charge: Charge, target: float, delta: float) -> None:
     shift = total_shift([charge])
     if delta == 0 and math.isinf(epsilon([charge], delta)):
-        raise BudgetError("delta is 0, and this mechanism has no pure epsilon: its noise has to be Laplace's.")
+        raise BudgetError("No noise reaches the target: with rejection there is no pure epsilon. Leave rejection_threshold out.")
     if shift and (shift >= target or -math.expm1(-shift) >= delta):
         raise BudgetError(
             "No noise reaches the target: rejection alone costs too much. Lower rejection_threshold, "

@@ -80,6 +80,12 @@ def laplace_cells(scale: int, shift: int = CELLS_PER_BOUND) -> Cells:
     return cells(low, high, p, q)
 
 
+def has_pure_epsilon(charges: Sequence[Charge]) -> bool:
+    """Whether delta 0 can be asked of these charges at all."""
+    releases = [charge.step.release for charge in charges if isinstance(charge.step, SampledStep)]
+    return bool(releases) and all(release.pure_epsilon is not None for release in releases)
+
+
 def pure_epsilon(charges: Sequence[Charge]) -> float:
     """Epsilon at delta 0 of sampled steps: each costs ln(1 + q (e^epsilon - 1)), and they add up. Infinite where there is none."""
     total = 0.0

@@ -13,7 +13,7 @@ from dpulr.accounting.composition import Curves, compose
 from dpulr.accounting.dominating_pairs import pair_of, subsampled
 from dpulr.accounting.events import Charge, SampledStep, Step, to_dict, units_of
 from dpulr.accounting.finite_precision import SHARES, Slack, slack
-from dpulr.accounting.laplace import pure_epsilon
+from dpulr.accounting.laplace import has_pure_epsilon, pure_epsilon
 from dpulr.accounting.renyi import epsilon_by_rdp
 from dpulr.errors import InvalidArgument
 
@@ -46,6 +46,8 @@ def epsilon(charges: Iterable[Charge], delta: float, method: str = "pld", *, fre
     validate.delta_or_zero(delta)
     validate.method(method)
     joined = merged(charges)
+    if delta == 0 and not has_pure_epsilon(joined):
+        validate.delta(delta)
     if not joined:
         return 0.0
     if not is_certified(joined):

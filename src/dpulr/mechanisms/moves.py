@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dpulr.mechanisms.hidden_direction import HiddenDirection
 
 USUAL_RADIUS = 0.1
-_RADII = tuple(USUAL_RADIUS * 10 ** (k / 2) for k in (0, -1, 1, -2, 2, 3, 4, 5, 6))
+RADII = tuple(USUAL_RADIUS * 10 ** (k / 2) for k in (0, -1, 1, -2, 2, 3, 4, 5, 6))
 """What "auto" tries. It takes the best, or the first, the usual one, if that is nearly as good."""
-_NEARLY = 0.9
+_NEARLY = 0.8
 _PER_DIMENSION, _RECORDS = 4, 16
 _SEED = 20_240_305  # public: only synthetic records are moved along these directions
 
@@ -72,22 +72,27 @@ def settle_radius(settings: HiddenDirection, forward: Forward) -> HiddenDirectio
     """
     if settings.radius != "auto":
         return settings
+    explained = explained_shares(settings, forward)
+    if not len(explained):
+        return replace(settings, radius=USUAL_RADIUS)
+    worst = (explained / explained.amax(1, keepdim=True).clamp_min(1e-9)).amin(0)
+    best = 0 if float(worst[0]) >= _NEARLY * float(worst.max()) else int(worst.argmax())
+    return replace(settings, radius=float(f"{RADII[best]:.2g}"))
+
+
+def explained_shares(settings: HiddenDirection, forward: Forward) -> Tensor:
+    """(hidden groups, radii): how much of the differences of the loss a linear function of the direction explains."""
     layout = settings.layout(forward.sites)
     with torch.inference_mode(), forward.checked_mode(), torch.random.fork_rng():
         public = PublicBases(layout.sites, torch.Generator().manual_seed(_SEED), forward.dtype, forward.device).draw()
         records = synthetic(rows(forward.probe, 0, 1), _RECORDS, torch.Generator().manual_seed(_SEED), forward.device)
         cleans = forward.clean(*records)
-        explained = torch.tensor(
+        return torch.tensor(
             [
-                [_explained(forward, layout.sites, cleans, group, dim, radius, public) for radius in _RADII]
+                [_explained(forward, layout.sites, cleans, group, dim, radius, public) for radius in RADII]
                 for group, dim in zip(layout.hidden_groups, layout.dims, strict=False)
             ]
         )
-    if not len(explained):
-        return replace(settings, radius=USUAL_RADIUS)
-    worst = (explained / explained.amax(1, keepdim=True).clamp_min(1e-9)).amin(0)
-    best = 0 if float(worst[0]) >= _NEARLY * float(worst.max()) else int(worst.argmax())
-    return replace(settings, radius=float(f"{_RADII[best]:.2g}"))
 
 
 def _explained(

@@ -7,11 +7,13 @@ class token, a bias of attention) becomes a module that gives it to each record,
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -47,7 +49,7 @@ def export(model: nn.Module, loss_fn: LossFunction, probes: list[tuple[Any, Any]
     whole = _Whole(model, pytree.tree_structure(inputs))
     records = torch.export.Dim("records")
     try:
-        with _no_fused_layers(), warnings.catch_warnings(action="ignore"), torch.no_grad():
+        with _no_fused_layers(), _quiet(), torch.no_grad():
             calls, kind = _calls(model, _leaves(model), probes)
             with _patched(calls):
                 found = torch.export.export(whole, tuple(flat), dynamic_shapes=(tuple({0: records} for _ in flat),), strict=False)
@@ -243,6 +245,18 @@ def _(number: int, inputs: list[Tensor]) -> Tensor:
     if spec.plain:
         return inputs[0].new_empty((records, *spec.rest(0)), dtype=spec.dtype)
     return inputs[0].new_empty((records, sum(math.prod(spec.rest(i)) for i in range(len(spec.shapes)))), dtype=spec.dtype)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What torch says of its inner workings while it exports, or fails to, is nobody's matter."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextmanager
