@@ -160,6 +160,23 @@ def test_a_model_that_mixes_records_is_refused_also_by_an_export() -> None:
         prepare(Mixes(), LOSS, (torch.rand(1, 8), torch.zeros(1, dtype=torch.int64)), CPU)
 
 
+class Counts(ReadsItsMask):
+    """Writes into a buffer, which an export would hand out as a further output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls.fill_(1.0)
+        return super().forward(x, mask)
+
+
+def test_a_model_that_writes_state_is_run_as_it_is() -> None:
+    with pytest.warns(UserWarning, match="one by one"):
+        assert prepare(Counts(), LOSS, masked(1), CPU).recordwise
+
+
 class Encoded(Dataset[Any]):
     """Records as a tokenizer of Hugging Face gives them."""
 

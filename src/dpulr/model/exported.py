@@ -59,6 +59,8 @@ def export(model: nn.Module, loss_fn: LossFunction, probes: list[tuple[Any, Any]
         raise
     except Exception as problem:  # whatever an export may raise on a user's forward
         raise Untraceable(f"torch.export: {str(problem).strip().split(chr(10), 1)[0]}") from problem
+    if any(output.kind.name != "USER_OUTPUT" for output in found.graph_signature.output_specs):
+        raise Untraceable("its forward pass writes into the model")
     program = _Builder(whole, names, calls, found).program()
     program.train(model.training)
     spec = found.call_spec.out_spec

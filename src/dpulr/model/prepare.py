@@ -147,7 +147,7 @@ def _exported_if_better(
         found = observe(program, of_output, example, device)
         if found.reads is not None:
             raise Untraceable(found.reads)
-    except (Untraceable, ModelRefused) as problem:
+    except Exception as problem:  # whatever it is: the model itself is checked next, and what is wrong with it is said then
         _LOG.info("The model is run as it is: %s", problem)
         return model, loss_fn, seen
     _LOG.info("The model is run as a program of torch.export, because %s", why)
