@@ -1,5 +1,6 @@
 """MNIST by Lightning: Trainer keeps epochs, validation and checkpoints; the callback takes the steps.
 
+What one learns: `PrivateFit` takes over the optimizer's part of a loop. Trainer, module, loggers and checkpoints stay as they are.
 `python examples/lightning_mnist.py` needs the extra `lightning`, and takes about a minute.
 """
 

@@ -156,8 +156,8 @@ def test_the_single_canary_is_clipped_to_the_bound() -> None:
 @pytest.mark.parametrize(
     ("mechanism", "dim"),
     [
-        (dpulr.HiddenDirection(subspace=None, exact="auto"), 1),
-        (dpulr.HiddenDirection(subspace=None, exact="auto"), 10),
+        (dpulr.HiddenDirection(repeats=1, subspace=None, exact="auto"), 1),
+        (dpulr.HiddenDirection(repeats=1, subspace=None, exact="auto"), 10),
         (dpulr.Gradient(), 1),
     ],
     ids=["hybrid, 1 dimension", "hybrid, 10 dimensions", "gradient"],

@@ -348,3 +348,12 @@ def test_events_are_made_of_each_picture_alone(example: ModuleType) -> None:
     engine, accuracy = example.main(records=1_000, epochs=1, repeats=1)
     assert engine.guarantee == "certified"
     assert 0 < accuracy < 1
+
+
+# --- Lightning ------------------------------------------------------------------------------------------------------------
+@use("lightning_mnist")
+def test_lightning_trains_and_says_what_was_spent(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accuracy, own = example.main(steps=3, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path)
+    assert 0 <= accuracy <= 1
+    assert own.engine.steps_taken == 3
+    assert "differential privacy with epsilon" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,11 +98,3 @@ def test_what_it_can_not_do_is_said(tmp_path: Path) -> None:
     own = private()
     with pytest.raises(InvalidArgument, match="accumulate_grad_batches"):
         trainer(tmp_path, own, accumulate_grad_batches=2).fit(Module(), own)
-
-
-def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "lightning_mnist.py"))["main"]
-    accuracy, own = main(steps=3, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path)
-    assert 0 <= accuracy <= 1
-    assert own.engine.steps_taken == 3
-    assert "differential privacy with epsilon" in capsys.readouterr().out
