@@ -70,6 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.show:
         from reproduction.many_runs import run_all
 
+        if study.before is not None:
+            study.before(choice.seeds)
         for stage in study.stages(choice):
             run_all(stage, jobs=given.jobs)
     print(study.show(choice))

@@ -19,7 +19,7 @@ from dpulr.audit import canaries, whole_run
 from dpulr.audit.one_step import one_step, play
 from dpulr.audit.picture import draw
 from dpulr.audit.verdict import Verdict
-from dpulr.mechanisms import Gaussian, HiddenDirection, ZerothOrder
+from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
 from reproduction import results_file
 from reproduction.opacus_game import OpacusGame
 from reproduction.pages import table
@@ -86,10 +86,22 @@ def certified() -> Iterator[Setting]:
     model = {"model": canaries.perceptron(), "loss_fn": torch.nn.CrossEntropyLoss(reduction="none"), "records": canaries.digits()}
     exact = HiddenDirection(last_layer="exact")
     yield step("hidden-direction, two layers, last one exact", exact, canary="mislabelled", trials=2_000, **model)
+    hybrid = HiddenDirection(exact=("2",))
+    yield step("hybrid: last layer by a backward pass", hybrid, canary="mislabelled", trials=2_000, **model)
+    yield from _gradient(step, model)
     yield step("zeroth-order", "zeroth-order", trials=10_000)
     yield step("zeroth-order, q 0.5, T 2", "zeroth-order", sample_rate=0.5, steps=2, trials=4_000)
     yield step("zeroth-order, among 64 digits", ZerothOrder(repeats=2), canary="large", trials=3_000)
     yield from _whole_runs()
+
+
+def _gradient(step: Callable[..., Setting], model: dict[str, Any]) -> Iterator[Setting]:
+    for noise, rate, steps in ((0.5, 1.0, 1), (1.0, 1.0, 1), (1.0, 0.1, 5), (2.0, 0.5, 2)):
+        options = {"noise_multiplier": noise, "sample_rate": rate, "steps": steps, "trials": ROWS}
+        yield step(f"gradient, noise {noise:g}, q {rate:g}, T {steps}", "gradient", **options)
+    for clipping in ("per-layer", "normalised"):
+        mechanism = Gradient(clipping=clipping)
+        yield step(f"gradient, two layers, {clipping}", mechanism, canary="mislabelled", trials=2_000, **model)
 
 
 def _hidden(step: Callable[..., Setting]) -> Iterator[Setting]:

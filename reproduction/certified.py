@@ -125,13 +125,15 @@ def results_of(dataset: str, method: str, epsilon: float, seeds: int = SEEDS, **
 
 # --- as Markdown ----------------------------------------------------------------------------------------------------------
 def markdown(dataset: str, seeds: int = SEEDS) -> str:
-    """The table, as far as it has been run, and how the two methods compare. In brackets: the number of seeds."""
+    """The table, as far as it has been run, and how hidden-direction and DP-SGD compare. In brackets: the number of seeds."""
     chosen = comparisons()[dataset]
     settings = [(f"{batch}", f"{sigma0:g}") for batch, row in TABLE1.items() for sigma0 in row] if dataset == "mnist" else []
-    heads = [*(["batch", "sigma0"] if settings else []), "epsilon", *(NAMES[method] for method in chosen.methods)]
+    runs = {method: [results_of(dataset, method, epsilon, seeds) for epsilon in chosen.epsilons] for method in chosen.methods}
+    methods = [method for method in chosen.methods if any(runs[method])]
+    heads = [*(["batch", "sigma0"] if settings else []), "epsilon", *(NAMES[method] for method in methods)]
     rows = []
     for i, epsilon in enumerate(chosen.epsilons):
-        ours = [accuracy(results_of(dataset, method, epsilon, seeds)) for method in chosen.methods]
+        ours = [accuracy(runs[method][i]) for method in methods]
         rows.append([*(settings[i] if settings else ()), f"{epsilon:.4g}", *ours])
     return f"{table(heads, rows)}\n\n{comparison(dataset, seeds)}"
 

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import reproduction
 from benchmarks import page as performance
-from reproduction import audit_sweep, certified, errata, figure_bound, options, paper_figures, paper_tables, results_file
+from reproduction import (
+    audit_sweep,
+    certified,
+    errata,
+    figure_bound,
+    losses,
+    options,
+    paper_figures,
+    paper_tables,
+    results_file,
+)
 from reproduction.pages import differs, fill
 
 # what has been run of docs/paper.md, beside table 1
@@ -43,6 +53,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "performance.md": performance.parts,
     "audit.md": audit_sweep.parts,
     "errata.md": errata.parts,
+    "losses.md": losses.parts,
 }
 
 

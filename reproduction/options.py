@@ -55,7 +55,7 @@ def variants() -> dict[str, dict[str, Variant]]:
             "yes, 4 directions (as many passes)": one(repeats=4, subspace=32, antithetic=True),
             "yes, 8 directions (twice the passes)": one(antithetic=True),
         },
-        "bit": {"sign": {}, **{f"clip, kappa = {kappa:g}": one(kappa=kappa) for kappa in (0.001, 0.1)}},
+        "bit": {"sign": {}, **{f"clip, kappa = {kappa}": one(kappa=kappa) for kappa in ("auto", "adaptive")}},
         "last layer": {"hidden": {}, "exact": one(last_layer="exact")},
         "layer weights": {"auto": {}, "equal": one(layer_weights=_EQUAL)},
         "radius": {f"{radius:g}": one(radius=radius) for radius in (0.01, 0.03, 0.1, 0.3)},
@@ -128,6 +128,7 @@ def removed(seeds: int = SEEDS) -> str:
         ["moving average of the weights, 0.95", trained(average=0.95, schedule="cosine")],
         ["moving average of the weights, 0.95, constant rate", trained(average=0.95, schedule="constant")],
         ["4 views, moved by up to 2 pixels", trained(views=4)],
+        *([f"differences of losses clipped at {kappa:g}, the same for all layers", trained(kappa=kappa)] for kappa in (0.001, 0.1)),
     ]
     return table(["removed", "accuracy (%)"], rows)
 

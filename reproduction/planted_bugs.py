@@ -66,7 +66,7 @@ class Unclipped(Gaussian):
 
 
 class _WideBits(FittedHiddenDirection):
-    def bit(self, difference: Tensor) -> Tensor:
+    def bit(self, difference: Tensor, units: Tensor | None) -> Tensor:
         return (difference / 0.05).clamp(-2, 2)
 
 

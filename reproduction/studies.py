@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reproduction import certified, hybrid, options, paper_figures, paper_tables
+from reproduction import certified, hybrid, losses, options, paper_figures, paper_tables
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
 from reproduction.results_file import described, found
@@ -37,6 +37,8 @@ class Study:
     epochs: int = EPOCHS
     usual: tuple[str, ...] = ()
     changeable: bool = True
+    before: Callable[[int], None] | None = None
+    """What is no list of runs, for so many seeds."""
 
     def choice(self, seeds: int = 1) -> Choice:
         return Choice(self.usual or self.labels, seeds, self.epochs)
@@ -194,6 +196,16 @@ def studies() -> dict[str, Study]:
             lambda choice: hybrid.markdown(choice.seeds),
             epochs=2,
             changeable=False,
+        ),
+        Study(
+            "losses",
+            "what becomes of a loss (docs/losses.md): two small problems, and MNIST at epsilon 1",
+            ("all",),
+            by_seed(lambda _, seed, __: losses.mnist_runs(seed)),
+            lambda choice: f"{losses.small_table()}\n\n{losses.mnist_table(choice.seeds)}",
+            epochs=10,
+            changeable=False,
+            before=losses.small,
         ),
         Study(
             "gaussian",

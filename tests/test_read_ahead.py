@@ -56,9 +56,11 @@ def test_workers_read_what_one_process_reads() -> None:
     rows = np.random.default_rng(0).permutation(38)
     for view in (data, Subset(data, range(39, 0, -1))):
         alone, ahead = Records(view, CPU), Records(view, CPU, num_workers=2)
-        assert values(ahead.start(rows)()) == values(alone.take(rows))
-    assert ahead.start(np.empty(0, dtype=np.int64))()[1].shape == (0,)
-    assert ahead.start(np.array([34]))()[1].shape == (0,)
+        (batch, kept), (expected, present) = ahead.start(rows)(), alone.read(rows)
+        assert values(batch) == values(expected)
+        assert kept.tolist() == present.tolist()
+    assert ahead.start(np.empty(0, dtype=np.int64))()[0][1].shape == (0,)
+    assert ahead.start(np.array([34]))()[0][1].shape == (0,)
 
 
 def test_a_record_that_ends_its_worker_contributes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +74,8 @@ def test_a_record_that_ends_its_worker_contributes_nothing(capfd: pytest.Capture
     data = Made(12, {3: ends, 7: raised(SystemExit(3)), 8: raised(KeyboardInterrupt())})
     records = Records(data, CPU, num_workers=1)
     for _ in range(2):
-        assert records.start(np.arange(12))()[0]["x"][:, 0].tolist() == [0, 1, 2, 4, 5, 6, 9, 10, 11]
+        batch, kept = records.start(np.arange(12))()
+        assert batch[0]["x"][:, 0].tolist() == kept.tolist() == [0, 1, 2, 4, 5, 6, 9, 10, 11]
     assert capfd.readouterr() == ("", "")
 
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
     from dpulr.model import layers, losses
     from dpulr.model.black_box import BlackBox
+    from dpulr.model.weights import class_weights
     from dpulr.paper.mechanism import Paper
+    from dpulr.runs.tuning import tune
     from dpulr.scores import evaluate
 
 __version__ = "0.2.0.dev0"
@@ -31,6 +33,7 @@ _HOME = {
     "ZerothOrder": "dpulr.mechanisms",
     "accounting": "dpulr.accounting",
     "audit": "dpulr.audit",
+    "class_weights": "dpulr.model.weights",
     "data": "dpulr.data",
     "evaluate": "dpulr.scores",
     "layers": "dpulr.model.layers",
@@ -39,6 +42,7 @@ _HOME = {
     "models": "dpulr.models",
     "runs": "dpulr.runs",
     "sklearn": "dpulr.sklearn",
+    "tune": "dpulr.runs.tuning",
 }
 __all__ = [
     "BlackBox",
@@ -51,6 +55,7 @@ __all__ = [
     "ZerothOrder",
     "accounting",
     "audit",
+    "class_weights",
     "data",
     "evaluate",
     "layers",
@@ -59,6 +64,7 @@ __all__ = [
     "models",
     "runs",
     "sklearn",
+    "tune",
 ]
 
 
@@ -66,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'dpulr' has no attribute {name!r}")
     home = import_module(_HOME[name])
-    return home if name[0].islower() and name != "evaluate" else getattr(home, name)
+    return home if name[0].islower() and name not in ("class_weights", "evaluate", "tune") else getattr(home, name)
 
 
 def __dir__() -> list[str]:

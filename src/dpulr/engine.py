@@ -16,29 +16,38 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpulr import accounting, validate
 from dpulr.accounting.disk_ledger import ledger_at
-from dpulr.accounting.events import Charge, Unaccounted
+from dpulr.accounting.events import Charge, GaussianRelease, SampledStep, Unaccounted
 from dpulr.accounting.statement import Guarantee
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import join
-from dpulr.errors import BudgetError, InvalidArgument, StepError
+from dpulr.errors import BudgetError, DataError, InvalidArgument, StepError
+from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
+from dpulr.mechanisms.base import WITH_MARGIN, Gradients, on_grid
 from dpulr.mechanisms.check import check_mechanism, is_foreign
+from dpulr.membership import Membership, Unit
 from dpulr.misuse import Watch
-from dpulr.model.batches import copied
+from dpulr.model.batches import call_on_copy, copied
+from dpulr.model.forward import sum_of_vectors
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
+from dpulr.model.people import People
 from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
+from dpulr.model.weights import WeightFunction, lost_weights
 from dpulr.plan import Plan, Request, Sampling
+from dpulr.private_scores import HeldOut
 from dpulr.randomness import RandomSource
 
 Batch = tuple[Any, Any]
+_READ_AT_ONCE = 1_000
 _LOG = logging.getLogger("dpulr")
 
 
@@ -57,15 +66,20 @@ class PrivacyEngine:
     Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the
     step that would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the
     size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead.
+    `unit` says who a record belongs to (a column's name, a function of a record, or a label for each record): then people are
+    protected rather than records (docs/users.md). People are sampled, `batch_size` counts people, and a person adds as much as a
+    record would, by at most `max_per_person` of his or her records, chosen at random in each step.
     `schema` is an example of a record, whose shapes and types all others must have (default: the first record's; they are public).
     `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
     it holds counts as spent. `num_workers` processes read records one step ahead where they are not rows of tensors or arrays; that
     step is charged then. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
-    audit); like `insecure_noise_seed`, it voids the guarantee.
+    audit); like `insecure_noise_seed`, it voids the guarantee. `weights` is a public function of the targets that gives each record
+    a weight of at most 1, by which its bounded signal is multiplied (`dpulr.class_weights`).
 
     Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
     each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own; with `parallel="passes"` all
-    take the same batch, and share the passes. `rank_timeout` is how many seconds a rank waits for another.
+    take the same batch, and share the passes. Each rank adds its share of the noise before anything leaves it; with
+    `shared_noise=False` rank 0 adds all of it, and sees the bare sum. `rank_timeout` is how many seconds a rank waits for another.
     """
 
     def __init__(
@@ -94,25 +108,33 @@ class PrivacyEngine:
         replay: Literal["auto", "trace", "hook"] = "auto",
         schema: tuple[Any, Any] | None = None,
         ledger: str | Path | None = None,
+        weights: WeightFunction | None = None,
         num_workers: int = 0,
         process_group: Any = None,
         sharded: bool = False,
         parallel: Literal["records", "passes"] = "records",
+        shared_noise: bool = True,
         rank_timeout: float = 300.0,
+        unit: Unit = None,
+        max_per_person: int = 8,
     ) -> None:
-        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel)
-        source = _source(insecure_noise_seed, randomness, self.ranks.rank)
+        self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel, shared_noise=shared_noise)
+        source = self._source = _source(insecure_noise_seed, randomness, self.ranks.rank)
+        self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
         validate.whole_number("seed", seed, 0)
         if memory_limit is not None:
             validate.whole_number("memory_limit", memory_limit)
-        self.mechanism = by_name(mechanism)
+        validate.whole_number("max_per_person", max_per_person)
+        most = 1 if unit is None else max_per_person
+        self.mechanism = by_name(mechanism).for_people(most)
         self.model, self.optimizer = model, optimizer
         shared = self.mechanism.shares_parameters
         find_layers(uncompiled(model), shared=shared)  # names what can't be trained at all, before the data set is opened
         device = check_optimizer(model, optimizer)
         self.records = gathered_records(dataset, device, schema, self.ranks, num_workers=num_workers)
+        self._membership = None if unit is None else self._people_of(dataset, unit)
         request = Request(
-            records=sum(self.ranks.gathered(self.records.size)) if sharded else self.records.size,
+            records=sum(self.ranks.gathered(self.records.size)) if sharded else self._units,
             batch_size=batch_size,
             expected_batch_size=expected_batch_size,
             sample_rate=sample_rate,
@@ -124,38 +146,49 @@ class PrivacyEngine:
             sampling=sampling,
             rejection_threshold=rejection_threshold,
             min_dataset_size=min_dataset_size,
-            void=source.reason_for_none,
+            void=source.reason_for_none or self.records.reason_for_none,
+            unit="record" if unit is None else "person",
+            per_person=most,
         )
-        space = self.mechanism.space
-        self.forward = prepare(model, loss_fn, self.records.example, device, space=space, method=replay, shared=shared)
+        if weights is not None and most > 1:
+            raise InvalidArgument("weights= are of records, and a person is clipped as one: use max_per_person=1 with them.")
+        self._check_weights_are_taken(weights, most)
+        self.forward = prepare(
+            model,
+            loss_fn,
+            self.records.example,
+            device,
+            space=self.mechanism.space,
+            method=replay,
+            shared=shared,
+            again=self.mechanism.calls_again,
+            weights=weights,
+            sites=self.mechanism.uses_sites,
+        )
+        self._check_weights_of_loss(loss_fn)
         self.mechanism = self.mechanism.settled(self.forward)
-        self._agree(
-            loss_fn, request, {"seed": seed, "replay": replay, "parallel": parallel, "insecure_noise_seed": insecure_noise_seed}
-        )
+        settings = {"seed": seed, "replay": replay, "parallel": parallel, "shared_noise": shared_noise}
+        self._agree(loss_fn, request, {**settings, "insecure_noise_seed": insecure_noise_seed})
         self.plan: Plan = self.ranks.shared(lambda: self.mechanism.plan(request, self.forward.sites))
         self.fitted = self.mechanism.fit(self.forward, self.plan, memory_limit=memory_limit, seed=seed)
         if self.ranks.size > 1:
             check_shareable(self.fitted, request)
-            self.fitted.shares = self.ranks.size
+            self.fitted.shares = self.ranks.noise_shares
             if parallel == "passes":
                 self.fitted.split_passes(self.ranks.rank, self.ranks.size)
         self.run, self._reasons = self.ranks.shared(lambda: secrets.token_hex(8)), list[str]()
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
         self._watch = Watch(optimizer, self.forward.parameters(), self._void)
         self._sampler = self.plan.sampler()
-        self._batch_rng, self._noise = self.ranks.batch_stream(source), source.noise(self.fitted.size)
+        self._batch_rng, self._noise = self.ranks.batch_stream(source), self.fitted.noise(source)
         self._directions = source.directions(device, self.forward.dtype)
-        self._model_randomness, self._reading_randomness = source.model_randomness, source.reading_randomness
-        self._gradients = [{name: torch.zeros_like(p) for name, p in site.parameters.items()} for site in self.forward.sites]
-        self._gradient_of = {
-            parameter: buffers[name]
-            for site, buffers in zip(self.forward.sites, self._gradients, strict=True)
-            for name, parameter in site.parameters.items()
-        }
+        groups = self.fitted.streams if type(optimizer).__module__.startswith("torch.optim.") else []
+        self._groups = groups if len(groups) > 1 else [list(range(len(self.forward.sites)))]
+        self._gradients: Gradients = []
         self._observers: list[Callable[[Released], None]] = []
-        self._own: Batch = ((), ())
+        self._own: tuple[Batch, People | None] = ((), ()), None
         self._current: Batch | None = None
-        self._ahead: Callable[[], Batch] | None = None
+        self._ahead: Callable[[], tuple[Batch, np.ndarray]] | None = None
         if ledger is not None:
             fixed = ("noise_multiplier", "rejection_threshold", "target_epsilon", "target_delta")
             start = {name: getattr(self.plan, name) for name in fixed}
@@ -165,20 +198,38 @@ class PrivacyEngine:
             for note in self.notes:
                 _LOG.info(note)
         if self.plan.public_size is not None and not self.plan.event.reasons and self.ranks.rank == 0:
-            for sentence in accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size):
+            for sentence in accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size, self.plan.unit):
                 warnings.warn(sentence, stacklevel=2)
 
     # --- training -----------------------------------------------------------------------------------------------------
-    def batches(self, steps: int | None = None) -> Iterator[Batch]:
-        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them."""
+    def batches(self, steps: int | None = None) -> Batches:
+        """Private batches, each for one `step`: all that the plan still allows, or the next `steps` of them; `len` counts them."""
         end = self.planned_steps if steps is None else min(self.planned_steps, self.steps_taken + steps)
+        if self.steps_taken >= self.planned_steps > 0:
+            warnings.warn(
+                f"all {self.planned_steps} planned steps are taken: there is no batch left. For a loop over epochs take "
+                "engine.epochs(); for more steps plan them, by epochs or steps.",
+                stacklevel=2,
+            )
+        return Batches(self._until(end), lambda: max(0, end - self.steps_taken))
+
+    def epochs(self) -> Epochs:
+        """The rest of the run by epochs: `for epoch in engine.epochs(): for x, y in epoch: engine.step(x, y)`."""
+        return Epochs(self.batches, self.steps_per_epoch, lambda: (self.steps_taken, self.planned_steps))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """After so many steps a record has been seen once on average."""
+        return accounting.steps_of(1.0, self.sample_rate)
+
+    def _until(self, end: int) -> Iterator[Batch]:
         while self.steps_taken < end:
             self._watch.check()
             if self._current is None:  # a batch that another loop left behind is not drawn again: that would be a choice
                 waiting, self._ahead = self._ahead or self._drawn(), None
                 with self._reading_randomness() if self.records.runs_user_code else nullcontext():
-                    self._own = waiting()
-                self._current = copied(self._own)
+                    batch, rows = waiting()
+                self._own, self._current = (batch, self._people_in(rows)), copied(batch)
                 if self.records.read_ahead and self.ledger.steps < end:
                     self._ahead = self._drawn()
             yield self._current
@@ -190,18 +241,47 @@ class PrivacyEngine:
 
     def step(self, inputs: Any, targets: Any) -> None:
         """One private step on the current batch of `batches()`, which is used up by it. It was charged before it was read."""
-        number, batch = self.steps_taken, self._taken(inputs, targets)
+        number, (batch, people) = self.steps_taken, self._taken(inputs, targets)
         self._noise.prepare()
         with self._computing():
             public = self.fitted.draw_public(number)
-            total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
-            values = self.ranks.sum(self.fitted.privatise(total, self._noise.draw().to(self.forward.device)))
+            if people is None:
+                total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
+            else:
+                total = self.fitted.sum_over_people(batch, people, public, self._directions)
+            values = self.ranks.released(total, self._privatised)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
-            self.fitted.gradients(values, public, self._gradients)
-        self._assign()
         with self._watch.own_step():
-            self.optimizer.step()
+            for group in self._groups:
+                with self._computing():
+                    self.fitted.gradients(values, public, self._buffers(group))
+                self._assign(group)
+                self.optimizer.step()
+
+    def _privatised(self, total: Any) -> Tensor:
+        return self.fitted.privatise(total, self._noise.draw().to(self.forward.device))
+
+    def release_sum(self, vectors: Callable[[Batch], Tensor], *, bound: float, release: GaussianRelease) -> Tensor:
+        """The sum over all records of vectors of length at most `bound`, with noise of `release`: public from then on.
+
+        It is charged before a record is read. A record whose vector can't be computed, or is not finite, adds nothing.
+        """
+        if self.ranks.size > 1 or self._current is not None or self._ahead is not None:
+            raise StepError("a sum over all records is released by one process, after the last step.")
+        if self.plan.unit == "person":
+            raise InvalidArgument("a sum over all records protects records, and a person may have several: leave out unit=.")
+        self._watch.check()
+        void = [*self._reasons, *self.plan.event.reasons]
+        self.ledger.append(Unaccounted(void[0]) if void else SampledStep(release, 1.0))
+        std, total = release.noise_multiplier * bound, torch.zeros(release.numbers, dtype=torch.float64, device=self.forward.device)
+        for start in range(0, self.records.size, _READ_AT_ONCE):
+            with self._reading_randomness() if self.records.runs_user_code else nullcontext():
+                batch = self.records.take(np.arange(start, min(start + _READ_AT_ONCE, self.records.size)))
+            with self._computing():
+                total += sum_of_vectors(self.forward, vectors, batch, WITH_MARGIN * bound, release.numbers)
+        noise = self._source.noise(release.numbers).draw().to(self.forward.device)
+        return on_grid(total.add_(noise, alpha=std), std)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -226,7 +306,7 @@ class PrivacyEngine:
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
 
-    def _drawn(self) -> Callable[[], Batch]:
+    def _drawn(self) -> Callable[[], tuple[Batch, np.ndarray]]:
         """The next batch, to be waited for. The step is charged before anything is drawn for it, and before a record is read."""
         step = self.plan.at(self.ledger.steps)
         for reason in self.ranks.meet(self._reasons, self.ledger.steps, self.forward.parameters()):
@@ -234,9 +314,35 @@ class PrivacyEngine:
         event = Unaccounted(self._reasons[0]) if self._reasons else step.event
         self.ranks.charged(lambda: self.ledger.append(event))
         sampler = self._sampler.with_threshold(step.rejection_threshold)
-        return self.records.start(self.ranks.rows(sampler, self.records.size, self._batch_rng))
+        rows = self.ranks.rows(sampler, self._units, self._batch_rng)
+        if self._membership is not None:
+            rows = self._membership.rows(rows, self.plan.per_person, self._batch_rng)
+        return self.records.start(rows)
 
-    def _taken(self, inputs: Any, targets: Any) -> Batch:
+    @property
+    def _units(self) -> int:
+        """How many there are to sample from: records, or people."""
+        return self.records.size if self._membership is None else self._membership.people
+
+    def _people_of(self, dataset: Any, unit: Unit) -> Membership:
+        """Who the records belong to: read as records are, with secret randomness."""
+        if self.ranks.sharded:
+            raise InvalidArgument(
+                "unit= with sharded=True: a person's records may lie on two ranks. Give all ranks the whole data."
+            )
+        with self._reading_randomness():
+            found = Membership.of(dataset, unit)
+        if found.people == 0:
+            raise DataError("unit says of no record who it belongs to: all labels are missing, or can't be read.")
+        return found
+
+    def _people_in(self, rows: np.ndarray) -> People | None:
+        """Which of a batch's rows belong together, where a person may have several of them."""
+        if self._membership is None or self.plan.per_person == 1:
+            return None
+        return People.of(self._membership.owners[rows], self.plan.per_person, self.forward.device)
+
+    def _taken(self, inputs: Any, targets: Any) -> tuple[Batch, People | None]:
         """The engine's own copy of the current batch, if that is what was given; it is used up by that.
 
         So nothing that was done to what `batches` handed out has an effect.
@@ -251,13 +357,25 @@ class PrivacyEngine:
         self._current = None
         return self._own
 
-    def _assign(self) -> None:
+    def _buffers(self, group: list[int]) -> Gradients:
+        """For the gradients of these sites: where there are several groups, each has buffers for its own turn only."""
+        if len(self._groups) > 1 or not self._gradients:
+            self._gradients = [
+                {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
+                for i, site in enumerate(self.forward.sites)
+            ]
+        return self._gradients
+
+    def _assign(self, group: list[int]) -> None:
         """Hand the gradients to the optimizer. Whatever else stood there did not come from this step."""
-        for site, buffers in zip(self.forward.sites, self._gradients, strict=True):
+        found: dict[nn.Parameter, Tensor] = {}
+        for i in group:
+            site, buffers = self.forward.sites[i], self._gradients[i]
             site.rule.leave_untrained(buffers)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = self._gradient_of.get(parameter)
+            found |= {parameter: buffers[name] for name, parameter in site.parameters.items()}
+        for parameters in self.optimizer.param_groups:
+            for parameter in parameters["params"]:
+                parameter.grad = found.get(parameter)
 
     @cached_property
     def notes(self) -> list[str]:
@@ -313,7 +431,22 @@ class PrivacyEngine:
             reasons=self._reasons,
             public_size=self.plan.public_size,
             schema=str(self.records.schema),
+            evaluation_epsilon=self.ledger.evaluation_epsilon,
         )
+
+    def private_accuracy(self, dataset: Dataset[Any], *, epsilon: float) -> float:
+        """The model's accuracy on private held-out records, 0 to 1, with noise. It costs `epsilon`, which `privacy_spent` includes.
+
+        The number of right answers gets discrete Laplace noise; the number of held-out records is taken as public. Of several
+        ranks, call it on rank 0 alone.
+        """
+        if self.plan.unit == "person":
+            raise InvalidArgument(
+                "a noisy accuracy protects records, and a person may have several among the held-out ones: evaluate on public data."
+            )
+        held_out = HeldOut(self.model, dataset)
+        self.ledger.charge_evaluation(epsilon)
+        return held_out.noisy_accuracy(epsilon)
 
     def parameters_changed(self, *, public: bool) -> None:
         """Say that parameters were changed between two steps. `public`: the new values are public, or were released by this run."""
@@ -346,6 +479,24 @@ class PrivacyEngine:
             if reason is not None:
                 self._void(f"the mechanism {self.mechanism.name} comes from outside, and its bound could not be shown: {reason}")
 
+    def _check_weights_are_taken(self, weights: WeightFunction | None, most: int) -> None:
+        if weights is not None and not self.mechanism.takes_weights:
+            raise InvalidArgument(f"the mechanism {self.mechanism.name} does not weigh records: leave out weights=.")
+        if weights is not None and most > 1:  # a person is bounded by the mean over his or her records, which weights would change
+            raise InvalidArgument("weights= with several records of a person: use max_per_person=1, or leave out weights=.")
+
+    def _check_weights_of_loss(self, loss_fn: LossFunction) -> None:
+        """Weights in a loss that would be forgotten without a word."""
+        inputs, targets = self.forward.probe
+        with torch.inference_mode(), self.forward.checked_mode():
+            lost = None if self.mechanism.keeps_sizes else lost_weights(loss_fn, call_on_copy(self.model, inputs), targets)
+        if lost is not None:
+            raise InvalidArgument(
+                f"{lost} of {type(loss_fn).__name__} would change nothing: the mechanism {self.mechanism.name} keeps only the sign "
+                "of a difference of losses. Give the engine weights=dpulr.class_weights([...]) instead, or the mechanism "
+                "kappa='adaptive' (docs/losses.md)."
+            )
+
     def _void(self, reason: str) -> None:
         """From now on nothing is certified, and a warning says why."""
         if reason not in self._reasons:
@@ -365,6 +516,7 @@ class PrivacyEngine:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "ledger": self.ledger.to_dict(),
+            "mechanism": self.fitted.state(),
             "run": self.run,
             "reasons": list(self._reasons),
         }
@@ -393,6 +545,7 @@ class PrivacyEngine:
             self._void(str(reason))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.fitted.load_state(state.get("mechanism", {}))
         self._watch.accept()
 
     def use_ledger(self, given: accounting.Ledger | Callable[[], accounting.Ledger]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dpulr import accounting, validate
-from dpulr.accounting.events import Charge, Release, SampledStep, Unaccounted
+from dpulr.accounting.events import Charge, Release, SampledStep, Unaccounted, Unit
 from dpulr.accounting.planning import steps_of
 from dpulr.errors import BudgetError, InvalidArgument
 from dpulr.sampling import PoissonSampling, ShuffledSampling
@@ -22,6 +22,9 @@ _OPEN_END = 10_000_000
 @dataclass(frozen=True)
 class Request:
     """What was asked for. `records` is the size of the data set; `void` says why no epsilon can be certified whatever the rest is.
+
+    Where `unit` is "person", people are sampled, so that all that counts records counts people; each takes part in a step with at
+    most `per_person` records.
 
     `batch_size` takes the size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate`.
     """
@@ -39,6 +42,8 @@ class Request:
     rejection_threshold: int | Literal["auto"] = 0
     min_dataset_size: int | None = None
     void: str | None = None
+    unit: Unit = "record"
+    per_person: int = 1
 
     def __post_init__(self) -> None:
         self._check_budget()
@@ -53,7 +58,7 @@ class Request:
             validate.at_least("noise_multiplier", self.noise_multiplier, 0)
         if self.target_epsilon is not None and self.noise_multiplier == 0:
             raise InvalidArgument("noise_multiplier is 0: without noise no target_epsilon can be met.")
-        validate.delta(self.target_delta, "target_delta")
+        validate.delta_or_zero(self.target_delta, "target_delta")
 
     def _check_batches(self) -> None:
         if self.batch_size is not None:
@@ -61,7 +66,7 @@ class Request:
                 raise InvalidArgument("give batch_size, or expected_batch_size and sample_rate, not both.")
             validate.whole_number("batch_size", self.batch_size)
             if self.batch_size > self.records:
-                raise InvalidArgument(f"batch_size is {self.batch_size}, but the data set has only {self.records} records.")
+                raise InvalidArgument(f"batch_size is {self.batch_size}, but the data set has only {self.records} {self.counted}.")
             return
         if self.expected_batch_size is None or self.sample_rate is None:
             raise InvalidArgument(
@@ -96,11 +101,15 @@ class Request:
             validate.whole_number("min_dataset_size", self.min_dataset_size)
             if not self.min_dataset_size < self.records:
                 raise InvalidArgument(
-                    f"min_dataset_size is {self.min_dataset_size}, but the data set has {self.records} records: without one of "
-                    f"them it has {self.records - 1}. It must be at least 1 and no larger than that."
+                    f"min_dataset_size is {self.min_dataset_size}, but the data set has {self.records} {self.counted}: without "
+                    f"one of them it has {self.records - 1}. It must be at least 1 and no larger than that."
                 )
         if self.sampling == "poisson" and self.rejection_threshold != "auto":
             PoissonSampling(self.rate, self.rejection_threshold).check(self.smaller_neighbour)
+
+    @property
+    def counted(self) -> str:
+        return "people" if self.unit == "person" else "records"
 
     @property
     def rate(self) -> float:
@@ -146,6 +155,8 @@ class Plan:
     void: str | None
     public_size: int | None = None
     """The size of the data set, where it was taken as public."""
+    unit: Unit = "record"
+    per_person: int = 1
 
     @property
     def event(self) -> SampledStep | Unaccounted:
@@ -213,11 +224,13 @@ def plan_of(request: Request, noise: float, threshold: int, step: SampledStep | 
         step=step,
         void=void,
         public_size=None if request.batch_size is None else request.records,
+        unit=request.unit,
+        per_person=request.per_person,
     )
 
 
 def sampled_step(request: Request, release: Release, threshold: int) -> SampledStep:
-    return SampledStep(release, request.rate, threshold, request.smaller_neighbour if threshold else None)
+    return SampledStep(release, request.rate, threshold, request.smaller_neighbour if threshold else None, request.unit)
 
 
 def _noise(request: Request, release_at: Callable[[float], Release], threshold: int) -> float:

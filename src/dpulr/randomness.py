@@ -56,6 +56,9 @@ class RandomSource:
     def noise(self, size: int) -> GaussianNoise:
         return GaussianNoise(size, self.numpy("noise"))
 
+    def laplace_noise(self, size: int, scale: int) -> LaplaceNoise:
+        return LaplaceNoise(size, scale, self.numpy("noise"))
+
     def model_randomness(self, device: torch.device) -> AbstractContextManager[None]:
         """While it lasts, what a model draws by itself is secret. With an insecure seed: the global generators, as they are."""
         return secret_global_generators(device, _for_models(os.getpid())) if self.insecure_seed is None else nullcontext()
@@ -211,6 +214,42 @@ class GaussianNoise:
         """A fresh float64 vector. No draw is ever returned twice."""
         self.prepare()
         return torch.from_numpy(self._ahead.take(self.size))
+
+
+class LaplaceNoise:
+    """Whole numbers x with probability proportional to e^(-|x| / scale), exactly: only uniform whole numbers are drawn for them.
+
+    Canonne, Kamath and Steinke 2020, algorithm 2.
+    """
+
+    def __init__(self, size: int, scale: int, rng: np.random.Generator) -> None:
+        self.size, self.scale, self._rng = size, scale, rng
+
+    def prepare(self) -> None:
+        """There is nothing to draw ahead: it is a handful of numbers."""
+
+    def draw(self) -> Tensor:
+        """Fresh whole numbers, as float64."""
+        return torch.tensor([self._one() for _ in range(self.size)], dtype=torch.float64)
+
+    def _one(self) -> int:
+        while True:
+            within = int(self._rng.integers(self.scale))
+            if not self._exp_coin(within, self.scale):
+                continue
+            periods = 0
+            while self._exp_coin(1, 1):
+                periods += 1
+            size, negative = within + self.scale * periods, bool(self._rng.integers(2))
+            if size or not negative:
+                return -size if negative else size
+
+    def _exp_coin(self, numerator: int, denominator: int) -> bool:
+        """True with probability e^-(numerator / denominator), a fraction of at most 1."""
+        turns = 1
+        while int(self._rng.integers(denominator * turns)) < numerator:
+            turns += 1
+        return turns % 2 == 1
 
 
 _CPU = torch.device("cpu")

@@ -38,7 +38,7 @@ class Workers:
         self._pool = self._started()
 
     def start(self, places: np.ndarray) -> Callable[[], list[Part]]:
-        """Begin to read; the function that comes back waits for the parts, in their order."""
+        """Begin to read; the function that comes back waits for the parts, in their order. What they hold is counted over all."""
         parts = np.array_split(places, min(len(places), self._count * _PARTS_PER_WORKER) or 1)
         try:
             begun: list[Future[Part] | None] = [self._pool.submit(_part, part) for part in parts]
@@ -46,7 +46,12 @@ class Workers:
             begun = [None] * len(parts)
 
         def finish() -> list[Part]:
-            return [self._finished(future, part) for future, part in zip(begun, parts, strict=True)]
+            done, before = [], 0
+            for future, part in zip(begun, parts, strict=True):
+                columns, found = self._finished(future, part)
+                done.append((columns, found + before))
+                before += len(part)
+            return done
 
         return finish
 

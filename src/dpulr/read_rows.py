@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from dpulr.data.tables import TableDataset
 from dpulr.data.views import ArrayDataset
 from dpulr.errors import DataError
 from dpulr.read_items import quiet
@@ -19,8 +20,9 @@ from dpulr.schema import Misfit, Schema
 class Rows:
     """Tensors or arrays with the records along the first axis."""
 
-    def __init__(self, inputs: Any, targets: Any) -> None:
+    def __init__(self, inputs: Any, targets: Any, records_look_like: Any = None) -> None:
         self.schema = Schema.of_columns(inputs, targets)
+        self.schema_of_records = self.schema if records_look_like is None else Schema.given(records_look_like)
         self._whole, self._own = (inputs, targets), self.schema.values((inputs, targets))
         self.columns, self.size = self._own, len(self._own[0])
 
@@ -28,7 +30,9 @@ class Rows:
     def of(cls, dataset: Any) -> Rows | None:
         if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
             return cls(*dataset.tensors)
-        return cls(dataset.inputs, dataset.targets) if type(dataset) is ArrayDataset else None
+        if type(dataset) in (ArrayDataset, TableDataset):
+            return cls(dataset.inputs, dataset.targets, dataset.schema)
+        return None
 
     def check(self, schema: Schema) -> None:
         """Shapes are the same for all records here, so it is no secret whether they fit."""

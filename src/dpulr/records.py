@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from dpulr import validate
+from dpulr.data.views import ArrayDataset
 from dpulr.errors import DataError
 from dpulr.read_ahead import Workers
 from dpulr.read_items import Items
@@ -50,6 +51,7 @@ class Records:
         if self.size == 0 and not may_be_empty:
             raise DataError(f"the data set ({type(dataset).__name__}) is empty.")
         base, self._subsets = _behind_subsets(dataset)
+        self.reason_for_none: str | None = base.reason_for_none if isinstance(base, ArrayDataset) else None
         self._store: Rows | Items = Rows.of(base) or Table.of(base) or Items(base)
         given = None if schema is None else Schema.given(schema)
         self.schema = self._schema_of_first() if given is None else given
@@ -69,12 +71,18 @@ class Records:
         """Whether `start` begins to read at once."""
         return self._workers is not None
 
-    def start(self, rows: np.ndarray) -> Callable[[], Batch]:
-        """Begin to read these rows, if there are workers; the function that comes back gives what `take` would."""
+    def start(self, rows: np.ndarray) -> Callable[[], tuple[Batch, np.ndarray]]:
+        """Begin to read these rows, if there are workers; the function that comes back gives what `read` would."""
         if self._workers is None:
-            return lambda: self.take(rows)
-        parts = self._workers.start(self._places(rows)[0])
-        return lambda: self._batch(_joined(parts(), self.schema))
+            return lambda: self.read(rows)
+        places, kept = self._places(rows)
+        parts = self._workers.start(places)
+
+        def finish() -> tuple[Batch, np.ndarray]:
+            columns, found = _joined(parts(), self.schema)
+            return self._batch(columns), rows[kept[found]]
+
+        return finish
 
     def take(self, rows: np.ndarray) -> Batch:
         """The batch of these rows, on the device, in their order; those that can't be read or do not fit are left out."""
@@ -115,7 +123,7 @@ class Records:
 
     def _schema_of_first(self) -> Schema:
         if isinstance(self._store, Rows):
-            return self._store.schema
+            return self._store.schema_of_records
         name = type(self.dataset).__name__
         try:
             record = self.fetch(0)
@@ -168,12 +176,15 @@ def _read_as_bytes(store: Items, schema: Schema, places: np.ndarray) -> tuple[li
     return [column.contiguous().flatten().view(torch.uint8).numpy() for column in columns], found
 
 
-def _joined(parts: Sequence[tuple[list[np.ndarray], np.ndarray]], schema: Schema) -> list[Tensor]:
+def _joined(parts: Sequence[tuple[list[np.ndarray], np.ndarray]], schema: Schema) -> tuple[list[Tensor], np.ndarray]:
+    """The columns of all parts, and which of the places are in them."""
+
     def rows(leaf: Leaf, column: np.ndarray) -> Tensor:
         return torch.from_numpy(column).view(leaf.dtype).view(-1, *leaf.shape)
 
     read = [columns for columns, found in parts if len(found)]
-    return [
+    columns = [
         torch.cat([torch.empty((0, *leaf.shape), dtype=leaf.dtype), *[rows(leaf, columns[i]) for columns in read]])
         for i, leaf in enumerate(schema.leaves)
     ]
+    return columns, np.concatenate([np.empty(0, dtype=np.int64), *[found for _, found in parts]]).astype(np.int64)

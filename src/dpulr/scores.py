@@ -63,9 +63,9 @@ def evaluate(model: nn.Module, dataset: Dataset[Any], *, batch_size: int = 2_000
 
 def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> Scores:
     """Accuracy, loss, calibration and confusion. A callable that is no module gets and returns numpy arrays."""
-    records = Records(dataset, _device(model))
+    records = Records(dataset, device_of(model))
     loss, brier, table, bins = 0.0, 0.0, np.zeros((0, 0), dtype=np.int64), np.zeros(_BINS)
-    with _evaluating(model), torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
         for start in range(0, records.size, batch_size):
             inputs, targets = _read(records, np.arange(start, min(start + batch_size, records.size)))
             outputs = _outputs(model, inputs)
@@ -80,6 +80,19 @@ def score(model: Scorer, dataset: Dataset[Any], *, batch_size: int = 2_000) -> S
     confusion = tuple(tuple(int(n) for n in row) for row in table)
     right, size = int(table.trace()), records.size
     return Scores(right / size, loss / size, brier / size, float(np.abs(bins).sum()) / size, confusion)
+
+
+def mean_loss(model: nn.Module, dataset: Dataset[Any], loss_fn: Callable[[Any, Any], Tensor], *, batch_size: int = 2_000) -> float:
+    """The mean of a loss with one value per record, such as the squared error of a regression."""
+    records, total = Records(dataset, device_of(model)), 0.0
+    with evaluating(model), torch.inference_mode():
+        for start in range(0, records.size, batch_size):
+            inputs, targets = _read(records, np.arange(start, min(start + batch_size, records.size)))
+            outputs = call_model(model, inputs)
+            if isinstance(outputs, Tensor):
+                _check_finite(inputs, outputs, records.size)
+            total += float(loss_fn(outputs, targets).double().sum())
+    return total / records.size
 
 
 def _squared_distance(outputs: Tensor, targets: Tensor) -> float:
@@ -106,7 +119,7 @@ def _read(records: Records, rows: np.ndarray) -> tuple[Any, Any]:
 
 def _check_finite(inputs: Any, outputs: Tensor, size: int) -> None:
     """The largest of NaN is the first: an accuracy that says nothing."""
-    odd = int((~torch.isfinite(outputs)).any(1).sum())
+    odd = int((~torch.isfinite(outputs)).flatten(1).any(1).sum())
     if odd:
         values = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         clean = all(bool(torch.isfinite(leaf).all()) for leaf in values)
@@ -137,7 +150,7 @@ def _grown(table: np.ndarray, classes: int) -> np.ndarray:
 
 
 @contextmanager
-def _evaluating(model: Scorer) -> Iterator[None]:
+def evaluating(model: Scorer) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         yield
         return
@@ -155,7 +168,7 @@ def _outputs(model: Scorer, inputs: Any) -> Tensor:
     return torch.as_tensor(np.asarray(model(inputs.numpy())))
 
 
-def _device(model: object) -> torch.device:
+def device_of(model: object) -> torch.device:
     if isinstance(model, nn.Module):
         return next((p.device for p in model.parameters()), torch.device("cpu"))
     return torch.device("cpu")

@@ -66,6 +66,11 @@ def delta(value: object, name: str = "delta") -> float:
     return number(name, value)
 
 
+def delta_or_zero(value: object, name: str = "delta") -> float:
+    """0 asks for pure epsilon."""
+    return 0.0 if value == 0 and not isinstance(value, bool) else delta(value, name)
+
+
 def one_of(name: str, value: Choice, options: Collection[Choice]) -> Choice:
     if not any(type(value) is type(option) and value == option for option in options):
         listed = [repr(option) for option in options]

@@ -1,4 +1,4 @@
-"""`parallel="passes"`: all ranks take the same batch, and share the repeats."""
+"""`parallel="passes"`: all ranks take the same batch, and share the repeats and layers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dpulr
 from dpulr.distributed.ranks import digest_of
+from dpulr.randomness import Directions
 from tests.support.core import engine, mlp, points, train
 from tests.support.processes import on_ranks
-from tests.support.replaying import Replaying
+from tests.support.replaying import RecordDirections, Replaying
 
 MECHANISM = dpulr.HiddenDirection(repeats=5, subspace=None, last_layer="exact")
 
@@ -48,13 +49,65 @@ def test_the_ranks_share_the_repeats_and_a_record_keeps_its_bound() -> None:
         assert max(found[0][i][1]) <= 1
 
 
-def test_one_repeat_each_adds_up_to_the_sum_of_one_process() -> None:
-    """Where each of two ranks has one repeat, and both draw the same, the sum is that of one process with one repeat."""
-    shared = on_ranks(2, several, 2)
-    for i, record in enumerate((0, 3)):
-        alone = one_record(0, record, 1)
-        exact = 5 * 3 + 3
-        assert torch.allclose(shared[0][i][0][:-exact], alone[0][:-exact], atol=1e-6)
+class ByLayer(RecordDirections):
+    """Directions that belong to a record and a layer, told by its dimensions, whatever was drawn before."""
+
+    def _of_records(self, repeats: int, records: int, dim: int) -> Tensor:
+        self._dim = dim
+        return super()._of_records(repeats, records, dim)
+
+    def _stream(self, key: bytes) -> Any:
+        return super()._stream(key + bytes([self._dim]))
+
+
+class ByLayerReplaying(Replaying):
+    def directions(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Directions:
+        self.own_directions = ByLayer(device, dtype)
+        return self.own_directions
+
+
+def three_layers(rank: int, mechanism: Any) -> tuple[Tensor, list[int], bool]:
+    """The sum over 37 records without noise; the repeats of each layer that this rank has taken; whether it has the exact one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    source = ByLayerReplaying()
+    rates = {"sample_rate": 1.0, "expected_batch_size": 37.0, "noise_multiplier": 1e-4}
+    private = engine(model, points(37), mechanism=mechanism, randomness=source, parallel="passes", **rates)
+    source.follow(private)
+    seen: list[Tensor] = []
+    private.on_release(lambda released: seen.append(released.values))
+    train(private, 1)
+    return seen[0], private.fitted._own_repeats, private.fitted._owns_exact
+
+
+@pytest.mark.parametrize(
+    ("size", "last_layer", "kappa", "repeats"),
+    [
+        (2, "hidden", None, [[1, 0, 1], [0, 1, 0]]),
+        (3, "hidden", "adaptive", [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
+        (3, "exact", None, [[1, 0], [0, 1], [0, 0]]),
+        (3, "exact", "adaptive", [[1, 0], [0, 1], [0, 0]]),
+    ],
+)
+def test_the_layers_are_dealt_out_and_add_up_to_the_sum_of_one_process(
+    size: int, last_layer: Any, kappa: Any, repeats: Any
+) -> None:
+    """Votes about scales included: of a record, one rank votes about each."""
+    mechanism = dpulr.HiddenDirection(subspace=None, last_layer=last_layer, kappa=kappa)
+    found = on_ranks(size, three_layers, mechanism)
+    expected = three_layers(0, mechanism)[0]
+    assert expected.norm() > 0.1
+    assert [own for _, own, _ in found] == repeats
+    assert [exact for *_, exact in found].index(True) == (size - 1 if last_layer == "exact" else 3 % size)
+    for values, *_ in found:
+        assert (values - expected).abs().max() < 1e-6 * max(1.0, float(expected.norm()))
+
+
+def test_repeats_and_layers_are_dealt_out_together() -> None:
+    """Three repeats of three layers on two ranks, which draw the same: two repeats here, one there, of each layer in turn."""
+    found = on_ranks(2, three_layers, dpulr.HiddenDirection(repeats=3, subspace=None))
+    assert [own for _, own, _ in found] == [[2, 1, 2], [1, 2, 1]]
+    assert torch.equal(found[0][0], found[1][0])
 
 
 def batches(rank: int, steps: int) -> list[list[float]]:
@@ -80,9 +133,9 @@ def test_mechanisms_that_bound_all_passes_together_are_refused(mechanism: str) -
     assert all("what single ones say must not leave" in said.text for said in found)
 
 
-def test_too_few_repeats_are_refused() -> None:
-    found = on_ranks(2, lambda rank: engine(mechanism="hidden-direction", parallel="passes"))
-    assert "shares 1 repeats among 2 ranks" in found[0].text
+def test_too_few_passes_are_refused() -> None:
+    found = on_ranks(3, lambda rank: engine(mechanism="hidden-direction", parallel="passes"))
+    assert "deals 1 repeats of 2 layers to 3 ranks" in found[0].text
     with pytest.raises(ValueError, match="sharded must be False"):
         engine(sharded=True, parallel="passes")
     assert math.isfinite(engine(mechanism=MECHANISM, parallel="passes").sample_rate)  # alone, nothing changes

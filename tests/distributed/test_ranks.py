@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -23,17 +24,22 @@ from tests.support.replaying import Replaying
 
 MECHANISMS = [
     dpulr.HiddenDirection(repeats=3),
+    dpulr.HiddenDirection(repeats=2, exact="auto"),
+    dpulr.HiddenDirection(repeats=2, last_layer="exact"),
     dpulr.HiddenDirection(repeats=2, subspace=2, antithetic=True, kappa=0.1),
     dpulr.HiddenDirection(groups=2),
+    dpulr.HiddenDirection(kappa="adaptive"),
     dpulr.Gaussian(repeats=2, estimator="antithetic"),
     dpulr.Gaussian(repeats=2, clipping="per-layer"),
-    dpulr.mechanisms.by_name("gradient"),
-    dpulr.mechanisms.by_name("zeroth-order"),
+    dpulr.Gradient(),
+    dpulr.Gradient(clipping="per-layer"),
+    dpulr.Gradient(max_grad_norm="adaptive"),
+    dpulr.ZerothOrder(),
 ]
 
 
 # --- the sum --------------------------------------------------------------------------------------------------------------
-def one_step(rank: int, model: Callable[[], nn.Module], mechanism: Any) -> tuple[Tensor, str]:
+def one_step(rank: int, model: Callable[[], nn.Module], mechanism: Any, shared_noise: bool) -> tuple[Tensor, str]:
     """All of 37 records in one step without noise, directions by record: what is released, and the parameters after it.
 
     In float64: `zeroth-order` divides the rounding of a loss, which depends on the size of the batch, by its radius.
@@ -46,6 +52,7 @@ def one_step(rank: int, model: Callable[[], nn.Module], mechanism: Any) -> tuple
         mechanism=mechanism,
         noise_multiplier=1e-4,
         randomness=source,
+        shared_noise=shared_noise,
         **batches,
     )
     source.follow(private)
@@ -55,17 +62,57 @@ def one_step(rank: int, model: Callable[[], nn.Module], mechanism: Any) -> tuple
     return released[0], digest_of(private.model.parameters())
 
 
-def all_mechanisms(rank: int, model: Callable[[], nn.Module]) -> list[tuple[Tensor, str]]:
-    return [one_step(rank, model, mechanism) for mechanism in MECHANISMS]
+class Rounds(nn.Module):
+    """Where no gradient comes through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.round(8 * x) / 8
+
+
+def hybrid() -> nn.Module:
+    """Exact gradients behind the rounding, hidden directions before it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), Rounds(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+class Twice(nn.Module):
+    """A layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(torch.tanh(self.first(x)))))
+
+
+def all_steps(rank: int, model: Callable[[], nn.Module], mechanisms: list[Any], shared_noise: bool = True) -> Any:
+    return [one_step(rank, model, mechanism, shared_noise) for mechanism in mechanisms]
+
+
+SHARING, EXACT_TAIL = [dpulr.Gradient(), dpulr.Gradient(clipping="per-layer")], [dpulr.HiddenDirection(repeats=2, exact="auto")]
+SLOW = {"marks": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
-    ("size", "model"),
-    [(3, mlp), pytest.param(2, all_kinds, marks=pytest.mark.slow), pytest.param(4, all_kinds, marks=pytest.mark.slow)],
+    ("size", "model", "mechanisms", "shared_noise"),
+    [
+        pytest.param(3, mlp, MECHANISMS, True, id="3, all"),
+        pytest.param(2, hybrid, EXACT_TAIL, True, id="2, hybrid"),
+        pytest.param(2, Twice, SHARING, True, id="2, shared parameters"),
+        pytest.param(3, mlp, MECHANISMS, False, id="3, all, noise by rank 0"),
+        pytest.param(2, all_kinds, MECHANISMS, True, **SLOW, id="2, all kinds of layers"),
+        pytest.param(4, all_kinds, MECHANISMS, True, **SLOW, id="4, all kinds of layers"),
+        pytest.param(4, hybrid, MECHANISMS[:4], False, **SLOW, id="4, hybrid, noise by rank 0"),
+        pytest.param(4, Twice, SHARING, True, **SLOW, id="4, shared parameters"),
+    ],
 )
-def test_the_sum_over_ranks_is_that_of_one_process(size: int, model: Callable[[], nn.Module]) -> None:
-    found = on_ranks(size, all_mechanisms, model)
-    for i, (expected, _) in enumerate(all_mechanisms(0, model)):
+def test_the_sum_over_ranks_is_that_of_one_process(
+    size: int, model: Callable[[], nn.Module], mechanisms: list[Any], shared_noise: bool
+) -> None:
+    found = on_ranks(size, all_steps, model, mechanisms, shared_noise)
+    for i, (expected, _) in enumerate(all_steps(0, model, mechanisms)):
         assert expected.norm() > 0.1
         assert (found[0][i][0] - expected).abs().max() < 1e-6 * max(1.0, float(expected.norm()))
         for other in found[1:]:
@@ -73,9 +120,31 @@ def test_the_sum_over_ranks_is_that_of_one_process(size: int, model: Callable[[]
             assert other[i][1] == found[0][i][1]
 
 
+def reduced(rank: int, mechanism: Any) -> list[tuple[int, int]]:
+    """The tensors of floating-point numbers that a step reduces: how many numbers, and bytes."""
+    private, sent, reduce = engine(mlp(), points(), mechanism=mechanism), [], dist.all_reduce
+
+    def noted(tensor: Tensor, **options: Any) -> Any:
+        if tensor.is_floating_point():
+            sent.append((tensor.numel(), tensor.numel() * tensor.element_size()))
+        return reduce(tensor, **options)
+
+    dist.all_reduce = noted
+    train(private, 1)
+    assert private.ranks.bytes_sent(private.fitted.size) == sent[0][1]  # in a ring of two: half of it there, half of it back
+    return sent
+
+
+def test_a_zeroth_order_step_sends_one_number_for_each_direction() -> None:
+    assert on_ranks(2, reduced, dpulr.ZerothOrder(repeats=7)) == [[(7, 56)]] * 2
+    assert on_ranks(2, reduced, dpulr.Gradient())[0] == [(53, 424)]
+    subspaces = dpulr.HiddenDirection(subspace=2)
+    assert on_ranks(2, reduced, subspaces)[0] == [(2 * 7 + 2 * 6, 208)]
+
+
 # --- the noise ------------------------------------------------------------------------------------------------------------
-def noise_alone(rank: int, numbers: int) -> tuple[Tensor, Tensor]:
-    """What a step without records releases, and this rank's share of it."""
+def noise_alone(rank: int, numbers: int, shared_noise: bool = True) -> tuple[Tensor, list[Tensor]]:
+    """What a step without records releases, and what this rank has noised for it."""
     side = math.isqrt(numbers)
     model = nn.Linear(side, side, bias=False)
     nn.init.zeros_(model.weight)
@@ -88,19 +157,20 @@ def noise_alone(rank: int, numbers: int) -> tuple[Tensor, Tensor]:
         sample_rate=1e-9,
         expected_batch_size=1.0,
         noise_multiplier=3.0,
+        shared_noise=shared_noise,
     )
     shares: list[Tensor] = []
-    summed = private.ranks.sum
+    privatise = private._privatised
 
-    def noted(share: Tensor) -> Tensor:
-        shares.append(share.clone())
-        return summed(share)
+    def noted(total: Tensor) -> Tensor:
+        shares.append(privatise(total).clone())
+        return shares[-1].clone()
 
-    private.ranks.sum = noted  # type: ignore[method-assign]
+    private._privatised = noted  # type: ignore[method-assign]
     released: list[Tensor] = []
     private.on_release(lambda seen: released.append(seen.values))
     train(private, 1)
-    return released[0], shares[0]
+    return released[0], shares
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -110,14 +180,26 @@ def test_the_noise_of_the_sum_is_that_of_one_process(size: int) -> None:
     released = found[0][0]
     assert released.var().item() == pytest.approx(9.0, rel=0.01)
     assert abs(released.mean().item()) < 6 * 3 / 800
-    for values, share in found:
+    for values, (share,) in found:
         assert torch.equal(values, released)
         assert share.var().item() == pytest.approx(9.0 / size, rel=0.01)
-    shares = torch.stack([share for _, share in found])
+    shares = torch.stack([share for _, (share,) in found])
     assert torch.equal(shares.sum(0), released)  # exactly: all lie on one grid
     if size > 1:
         correlations = torch.corrcoef(shares) - torch.eye(size, dtype=torch.float64)
         assert correlations.abs().max() < 6 / 800
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_rank_0_alone_may_add_the_noise(size: int) -> None:
+    """The same numbers, the same false-alarm rate. What it noises is on the grid of one process, and so is the release."""
+    found = on_ranks(size, noise_alone, 640_000, False)
+    released = found[0][0]
+    assert released.var().item() == pytest.approx(9.0, rel=0.01)
+    assert [len(noised) for _, noised in found] == [1] + [0] * (size - 1)
+    assert torch.equal(found[0][1][0], released)
+    assert all(torch.equal(values, released) for values, _ in found)
+    assert torch.equal(on_grid(released.clone(), 3.0), released)
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 4, 5, 16, 17, MOST_RANKS])

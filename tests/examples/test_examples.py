@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import math
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +24,7 @@ import dpulr
 from dpulr.audit.randomness import Recording
 from dpulr.mechanisms import registry
 from dpulr.model import layers
+from tests.support.small_cli import child_environment
 
 FOLDER = Path(__file__).parents[2] / "examples"
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -214,3 +220,39 @@ def test_the_layer_before_the_black_box_is_trained(example: ModuleType) -> None:
     assert accuracy > 0.8
     _, without = example.main(steps=60, train_first=False)
     assert without < 0.75
+
+
+@pytest.mark.slow
+@use("ray_train")
+def test_ray_goes_on_after_a_worker_is_killed(example: ModuleType, tmp_path: Path) -> None:
+    """A real local cluster, in processes of its own. One of two workers is killed in mid-training; all steps are charged once."""
+    steps, mark = 60, f"DPULR_TEST={tmp_path}"
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_DEDUP_LOGS": "0"}
+    environment = child_environment(**quiet, DPULR_TEST=str(tmp_path))
+    command = [sys.executable, str(FOLDER / "ray_train.py"), "--folder", str(tmp_path / "run"), "--steps", str(steps)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        charged = tmp_path / "run" / "ledger.jsonl"
+        while process.poll() is None and not (charged.exists() and charged.read_text().count('"kind": "step"') > 25):
+            time.sleep(0.01)
+        workers = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if is_worker(path, mark)]
+        os.kill(max(workers), signal.SIGKILL)
+        code = process.wait()
+    said = (tmp_path / "log").read_text()
+    assert code == 0, said[-3000:]
+    assert len(workers) == 2
+    assert said.count("world_rank=0,") == 2  # the group was started again
+    done = ast.literal_eval(said.rpartition("done: ")[2].splitlines()[0])
+    assert done["steps"] == steps
+    assert done["guarantee"] == "certified"
+    assert done["epsilon"] <= 1.0
+    assert charged.read_text().count('"kind": "step"') == steps
+    assert len(list((tmp_path / "run" / "training").glob("checkpoint_*"))) == 1
+
+
+def is_worker(cmdline: Path, mark: str) -> bool:
+    """Whether it is one of this test's training processes."""
+    try:
+        return b"RayTrainWorker" in cmdline.read_bytes() and mark.encode() in (cmdline.parent / "environ").read_bytes()
+    except OSError:
+        return False

@@ -37,6 +37,7 @@ def literal_step(
     rate: float,
     seed: int,
     antithetic: bool,
+    kappa: float | None = None,
 ) -> dict:
     """The formula of docs/theory.md, record by record: linear layers perturb outputs, A is the normalised input."""
     source = RandomSource(seed)
@@ -55,13 +56,15 @@ def literal_step(
             model(x.unsqueeze(0))
             handle.remove()
             xh = torch.cat([seen[0], torch.ones(1)])
-            xh = xh / xh.norm()
+            length = xh.norm()
+            xh = xh / length
             u = torch.zeros(d)
             for k in range(repeats):
                 difference = loss_moved(model, layer, x, y, radius * math.sqrt(d) * z[k, i])
                 other = -radius * math.sqrt(d) * z[k, i] if antithetic else torch.zeros(d)
                 difference -= loss_moved(model, layer, x, y, other)
-                u += torch.sign(difference) * z[k, i] / repeats
+                slope = length * difference / (radius * (2 if antithetic else 1))
+                u += (torch.sign(difference) if kappa is None else (slope / kappa).clamp(-1, 1)) * z[k, i] / repeats
             gradient = WITH_MARGIN * torch.outer(u, xh)
             total[f"{name}.weight"] += gradient[:, :-1]
             total[f"{name}.bias"] += gradient[:, -1]
@@ -84,12 +87,15 @@ def loss_moved(model: nn.Module, layer: nn.Module, x: Tensor, y: Tensor, delta: 
     return value
 
 
+@pytest.mark.parametrize("kappa", [None, 0.7])
 @pytest.mark.parametrize("antithetic", [True, False])
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_a_step_is_the_literal_step(repeats: int, antithetic: bool) -> None:
+def test_a_step_is_the_literal_step(repeats: int, antithetic: bool, kappa: float | None) -> None:
     model, dataset = mlp(), points()
-    settings = dpulr.HiddenDirection(repeats=repeats, subspace=None, layer_weights=(1.0, 1.0), radius=0.2, antithetic=antithetic)
-    wanted = literal_step(model, dataset, repeats, 0.2, 0.7, 0.25, seed=5, antithetic=antithetic)
+    settings = dpulr.HiddenDirection(
+        repeats=repeats, subspace=None, layer_weights=(1.0, 1.0), radius=0.2, antithetic=antithetic, kappa=kappa
+    )
+    wanted = literal_step(model, dataset, repeats, 0.2, 0.7, 0.25, seed=5, antithetic=antithetic, kappa=kappa)
     options: dict[str, Any] = {"batch_size": 10, "steps": 1, "noise_multiplier": 0.7, "insecure_noise_seed": 5}
     train(engine(model, dataset, mechanism=settings, **options))
     for name, parameter in model.named_parameters():
@@ -99,8 +105,8 @@ def test_a_step_is_the_literal_step(repeats: int, antithetic: bool) -> None:
 # --- the bit --------------------------------------------------------------------------------------------------------------
 def test_bits() -> None:
     difference = torch.tensor([[-3.0, 0.0, 1e-9, 2.0, math.nan, math.inf, -math.inf]])
-    assert fit(dpulr.HiddenDirection(), mlp()).bit(difference.clone()).tolist() == [[-1, 0, 1, 1, 0, 0, 0]]
-    clipped = fit(dpulr.HiddenDirection(kappa=4.0), mlp()).bit(difference)
+    assert fit(dpulr.HiddenDirection(), mlp()).bit(difference.clone(), None).tolist() == [[-1, 0, 1, 1, 0, 0, 0]]
+    clipped = fit(dpulr.HiddenDirection(kappa=4.0), mlp()).bit(difference, torch.tensor(0.25))
     assert clipped[0, [0, 3, 4, 5]].tolist() == [-0.75, 0.5, 0, 0]
 
 
@@ -171,7 +177,7 @@ def test_directions_do_not_outlive_the_step(monkeypatch: pytest.MonkeyPatch) -> 
         gc.collect()
         assert drawn
         assert all(ref() is None for ref in drawn)
-    assert set(private.state_dict()) == {"model", "optimizer", "ledger", "run", "reasons"}
+    assert set(private.state_dict()) == {"model", "optimizer", "ledger", "mechanism", "run", "reasons"}
 
 
 # --- subspaces ------------------------------------------------------------------------------------------------------------

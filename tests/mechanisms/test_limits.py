@@ -21,7 +21,7 @@ def test_a_kappa_below_float32_is_refused(kappa: float) -> None:
 def test_bits_are_finite_whatever_kappa(kappa: float) -> None:
     """One record with a flat loss must not turn the whole release into NaN."""
     fitted = fit(dpulr.HiddenDirection(kappa=kappa), mlp())
-    bits = fitted.bit(torch.tensor([0.0, 1e-45, -3e38, 3e38, torch.nan, torch.inf]))
+    bits = fitted.bit(torch.tensor([0.0, 1e-45, -3e38, 3e38, torch.nan, torch.inf]), torch.tensor(1 / kappa))
     assert bool(((bits >= -1) & (bits <= 1)).all())
     assert bits[0] == bits[4] == 0
     x = torch.cat([torch.zeros(1, 6), torch.full((1, 6), 1e30), torch.randn(4, 6)])

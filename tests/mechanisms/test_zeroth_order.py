@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dpulr import accounting
 from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.zeroth_order import _WITH_MARGIN as WITH_MARGIN
 from dpulr.mechanisms.zeroth_order import FittedZerothOrder
+from dpulr.model.moved_weights import Direction
 from dpulr.randomness import RandomSource
 from tests.support.core import LOSS, accuracy, engine, fit, gradient, normed_mlp, points, rounded, total, train
 
@@ -171,7 +173,9 @@ def test_noise_does_not_come_from_the_public_seed() -> None:
         train(private)
         grads.append(gradient(model))
     assert seeds[0] == seeds[1]
-    z = torch.stack([torch.cat([part.flatten() for part in private.fitted.direction(s).values()]) for s in seeds[0]])
+    z = torch.zeros(2, private.fitted.dim)
+    for number, part in zip(seeds[0], z, strict=True):
+        private.fitted.direction(number).add_to(part, 0, 1.0)
     difference = grads[0] - grads[1]
     assert difference.norm() > 1e-3
     inside = torch.linalg.lstsq(z.t(), difference.unsqueeze(1)).solution
@@ -210,3 +214,161 @@ def test_it_learns() -> None:
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         dpulr.ZerothOrder(**options)
+
+
+# --- the published family, large models -------------------------------------------------------------------------------------
+def test_presets_are_the_published_methods() -> None:
+    assert dpulr.ZerothOrder.dpzero() == dpulr.ZerothOrder(repeats=1, directions="sphere")
+    assert dpulr.ZerothOrder.dp_aggzo(directions=256).repeats == 256
+    assert dpulr.ZerothOrder.dp_zo() == dpulr.ZerothOrder(repeats=1)
+    assert dpulr.ZerothOrder.dp_zo(noise="laplace", max_grad_norm=2.0).noise == "laplace"
+    with pytest.raises(InvalidArgument, match="Laplace noise bounds a single number"):
+        dpulr.ZerothOrder(repeats=2, noise="laplace")
+
+
+def test_laplace_noise_gives_pure_epsilon_and_lies_on_the_grid() -> None:
+    settings = dpulr.ZerothOrder.dp_zo(noise="laplace", max_grad_norm=0.5)
+    private = engine_for(
+        normed_mlp(), points(10, 5), settings, target_epsilon=2.0, target_delta=0.0, noise_multiplier=None, steps=3
+    )
+    released: list[float] = []
+    private.on_release(lambda seen: released.append(seen.values.item()))
+    train(private)
+    spent = private.privacy_spent()
+    rate, scale = 0.5, private.noise_multiplier
+    assert spent.epsilon == pytest.approx(3 * math.log(1 + rate * math.expm1(1 / scale)), rel=1e-5)
+    assert 1.99 < spent.epsilon <= 2.0
+    assert spent.delta == 0
+    assert private.privacy_spent(delta=1e-5).pure_epsilon == spent.epsilon
+    cells = [value / (0.5 * 2**-20) for value in released]
+    assert all(cell == round(cell) for cell in cells)
+
+
+def test_a_laplace_step_is_what_the_theory_says() -> None:
+    settings = dpulr.ZerothOrder.dp_zo(noise="laplace", max_grad_norm=0.3)
+    fitted = fitted_to(settings=settings)
+    x, y = points(3, 5).tensors
+    public = fitted.draw_public(0)
+    exact = sum(total(fitted, x[i : i + 1], y[i : i + 1], public=public).item() for i in range(3))
+    noise = RandomSource(5).laplace_noise(1, fitted.scale).draw()
+    released = fitted.privatise(total(fitted, x, y, public=public), noise)
+    assert released.item() - noise.item() * fitted.cell == pytest.approx(exact, abs=2e-5)
+    assert fitted.scale * fitted.cell == pytest.approx(0.3)
+
+
+class Raw(nn.Module):
+    """Parameters held by the model itself, shared between two uses, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.unused = nn.Parameter(torch.randn(5, 5) / 3), nn.Parameter(torch.zeros(2))
+        self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x @ self.table).unsqueeze(1)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].squeeze(1) @ self.table.t())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_any_module_is_moved_without_a_copy_of_its_weights(in_place: bool) -> None:
+    """Operation by operation, and in place: the same losses, those of a literally moved model. The weights stay, bit for bit."""
+    fitted = fitted_to(Raw())
+    assert not fitted._in_place
+    fitted._in_place = in_place
+    before = [p.detach().clone() for p in fitted.parameters.values()]
+    x, y = points(4, 5).tensors
+    direction = fitted.direction(3)
+    with torch.inference_mode():
+        found = fitted.losses(fitted.direction(3), 0.2, x, y)
+    assert all(torch.equal(a, b) for a, b in zip(before, fitted.parameters.values(), strict=True))
+    moved = Raw()
+    with torch.no_grad():
+        for name, parameter in moved.named_parameters():
+            direction.add_to(parameter.data, fitted.offsets[fitted.parameters[name]], 0.2)
+        torch.testing.assert_close(found, LOSS(moved(x), y))
+
+
+def test_a_module_that_hides_its_weights_is_moved_in_place() -> None:
+    class Hides(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.same_memory = [self.weight.data]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x, self.same_memory[0])
+
+    fitted = fitted_to(nn.Sequential(Hides()))
+    assert fitted._in_place
+    assert total(fitted, *points(4, 5).tensors).any()
+
+
+def test_directions_are_the_same_in_any_order_and_of_unit_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpulr.model.moved_weights.BLOCK", 1_000)
+    for sphere in (False, True):
+        make = partial(Direction, 7, 5_300, torch.float32, torch.device("cpu"), sphere=sphere)
+        whole = torch.zeros(5_300)
+        make().add_to(whole, 0, 1.0)
+        parts, direction = torch.zeros(5_300), make()
+        for start, stop in ((2_500, 5_300), (0, 999), (999, 2_500)):
+            direction.add_to(parts[start:stop], start, 1.0)
+        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
+        assert whole.square().mean().item() == pytest.approx(1.0, abs=1e-5 if sphere else 0.05)
+
+
+def test_large_models_are_updated_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights as with all gradients at once, which are never there together."""
+    weights = []
+    for block in (2**20, 16):
+        monkeypatch.setattr("dpulr.mechanisms.zeroth_order.BLOCK", block)
+        model = normed_mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        private = engine(model, points(10, 5), mechanism="zeroth-order", batch_size=5, insecure_noise_seed=2, optimizer=optimizer)
+        train(private)
+        assert len(private._groups) == (1 if block == 2**20 else 3)
+        assert block == 2**20 or sum(p.grad is not None for p in model.parameters()) <= 2
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*weights)
+
+
+def test_bfloat16_passes_keep_a_record_to_itself() -> None:
+    fitted = fitted_to(settings=dpulr.ZerothOrder(repeats=3, radius=0.1, precision="bfloat16"))
+    x, y = points(8, 5).tensors
+    public = fitted.draw_public(0)
+    together = total(fitted, x, y, public=public)
+    alone = sum(total(fitted, x[i : i + 1], y[i : i + 1], public=public) for i in range(8))
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)  # bit for bit, but for the float64 sum
+    full = total(fitted_to(settings=dpulr.ZerothOrder(repeats=3, radius=0.1)), x, y, public=public)
+    assert 0 < (full - together).norm() < 0.2 * full.norm()
+
+
+# --- can the noise be subtracted? -------------------------------------------------------------------------------------------
+def subtracted(released: Tensor, seeds: list[int], fitted: FittedZerothOrder, exact: Tensor) -> bool:
+    """The attack on published code: the noise was drawn from the generator that had just been seeded for the public direction.
+
+    Tries every seed that is public and small ones, before and after the direction's own draws.
+    """
+    for seed in [*seeds, *range(2_000)]:
+        for skipped in (0, fitted.dim):
+            for dtype in (torch.float32, torch.float64):
+                generator = torch.Generator().manual_seed(seed)
+                torch.randn(skipped, generator=generator)
+                noise = torch.randn(fitted.size, generator=generator, dtype=dtype).double() * fitted.noise_std
+                if (released - noise - exact).norm() < 0.02 * fitted.noise_std:
+                    return True
+    return False
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_an_attacker_who_searches_the_seed_does_not_find_the_noise(planted: bool) -> None:
+    fitted = fitted_to(settings=dpulr.ZerothOrder(repeats=8))
+    x, y = points(4, 5).tensors
+    seeds = fitted.draw_public(0)
+    exact = total(fitted, x, y, public=seeds)
+    noise = RandomSource().noise(8).draw()
+    if planted:
+        generator = torch.Generator().manual_seed(seeds[-1])
+        torch.randn(fitted.dim, generator=generator)
+        noise = torch.randn(8, generator=generator).double()
+    assert subtracted(fitted.privatise(exact.clone(), noise), seeds, fitted, exact) == planted

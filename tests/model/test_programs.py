@@ -132,7 +132,7 @@ def test_state_of_a_scripted_module_is_put_back_or_refused() -> None:
     with torch.inference_mode():
         forward.passes.clean(torch.rand(4, 6), torch.zeros(4, dtype=torch.int64))
     assert model[1].seen.tolist() == [0]
-    with pytest.raises(ModelRefused, match="keeps state from one call to the next .buffer 'seen' of '1' .RecursiveScriptModule"):
+    with pytest.raises(ModelRefused, match=r"keeps state from one call to the next .buffer 'seen' of '1' .RecursiveScriptModule"):
         prepare(nn.Sequential(nn.Linear(6, 3), made("script", Counts(True))), LOSS, EXAMPLE, CPU)
 
 

@@ -107,7 +107,7 @@ class Reads(nn.Module):
         (lambda m, x: m.scale.clone().copy_(x[0, :2])[0], True),
         (lambda m, x: m.scale.clone().index_fill_(0, x[0, :1].long(), 5.0)[0], True),
         (lambda m, x: torch.from_numpy(x.numpy().copy()).sum(), True),  # it came in another way
-        (lambda m, x: torch.zeros(1) + x.shape[0], True),
+        (lambda m, x: torch.zeros(1) + x.shape[0], False),  # what depends on the batch's size shows when sizes are compared
         (lambda m, x: m.scale.clone().normal_()[0], True),
     ],
     ids=["buffer", "of buffers", "list", "weights", "input", "both", "input as list", "copy", "by index", "numpy", "new", "random"],

@@ -195,7 +195,7 @@ def attainable(values: Tensor, widths: Tensor) -> Tensor:
 def mironov(monkeypatch: pytest.MonkeyPatch, *, grid: bool) -> tuple[int, float]:
     """Right guesses in 60 games with and 60 without the record; epsilon."""
     if not grid:
-        monkeypatch.setattr(base, "on_grid", lambda values, noise_std: values)
+        monkeypatch.setattr(base, "on_grid", lambda values, noise_std, shares: values)
     widths = ziggurat_widths()
     width = 400
     model = nn.Sequential(nn.Linear(4, width, bias=True)).double()

@@ -15,7 +15,6 @@ from tests.support.small_cli import SMALL, Ended
 
 NAN = TensorDataset(torch.full((8, 6), torch.nan), torch.zeros(8, dtype=torch.int64))
 PARTS: dict[str, tuple[Any, str]] = {
-    "none": (None, "must be map-style"),
     "regression": (TensorDataset(torch.zeros(8, 6), torch.zeros(8, 1)), "whole number; got outputs of shape"),
     "labels": (TensorDataset(torch.zeros(8, 6), torch.full((8,), 7)), "labels from 7 to 7"),
     "features": (TensorDataset(torch.zeros(8, 5), torch.zeros(8, dtype=torch.int64)), "RuntimeError"),
@@ -39,6 +38,14 @@ def test_nothing_is_charged(name: str, tmp_path: Path, run_cli: Callable[..., En
     assert "the test part can't be evaluated, and nothing was charged" in ended.err
     assert message in ended.err
     assert not folder.exists()
+
+
+def test_a_missing_test_part_is_named(tmp_path: Path, run_cli: Callable[..., Ended]) -> None:
+    TEST_PART[:] = [None]
+    ended = run_cli("train", *SMALL, "--dataset", f"{__name__}:data", "--steps", 12, "--out", tmp_path / "run")
+    assert ended.code == 2
+    assert "has no test part. Give --test FILE" in ended.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_nor_by_resume(tmp_path: Path, run_cli: Callable[..., Ended]) -> None:

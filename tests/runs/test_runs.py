@@ -207,7 +207,7 @@ def test_steps_after_the_checkpoint_count_as_spent(finished: Path, run_cli: Cli)
 
 def test_checkpoints_hold_no_pickle_and_no_generator(finished: Path) -> None:
     tensors, about = checkpoint.read(finished / checkpoint.CHECKPOINT)
-    assert set(about) == {"run", "steps", "applied", "entries", "head", "optimizer", "groups"}
+    assert set(about) == {"run", "steps", "applied", "entries", "head", "optimizer", "groups", "mechanism", "temperature"}
     assert {name.split(".")[0] for name in tensors} == {"model", "optimizer"}
     assert sum(t.numel() for t in tensors.values()) == 2 * 83  # weights and momentum, nothing else
 

@@ -131,7 +131,8 @@ def fit(
 ) -> Any:
     """The mechanism fitted to a model, with a plan of one step. `example` is a batch of one record."""
     example = (torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64)) if example is None else example
-    forward = prepare(model, loss_fn, example, CPU, space=mechanism.space, method=method)
+    kinds = {"shared": mechanism.shares_parameters, "sites": mechanism.uses_sites}
+    forward = prepare(model, loss_fn, example, CPU, space=mechanism.space, method=method, **kinds)
     asked = Request(**{"records": 100, "batch_size": 10, "steps": 1, "noise_multiplier": noise, **request})
     return mechanism.fit(forward, mechanism.plan(asked, forward.sites), memory_limit=memory_limit, seed=seed)
 

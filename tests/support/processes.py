@@ -9,17 +9,21 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.support.core import engine, train
+
 SECONDS = 120
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, silent: Sequence[int] = ()) -> list[Any]:
     """What `function(rank, *args)` returns on each rank. An exception comes back as a value. `silent` ranks are not waited for."""
+    _load_all()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -45,6 +49,12 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, silent: Sequen
             raise AssertionError(value.text)
     assert all(value is not None for rank, value in enumerate(found) if rank not in silent), "a process ended without a word"
     return found
+
+
+@cache
+def _load_all() -> None:
+    """Modules that are loaded on first use are loaded here, once, not in each process again."""
+    train(engine(mechanism="hidden-direction", steps=1))
 
 
 class Unexpected:

@@ -264,6 +264,9 @@ class Replay:
 
         self.engine.fitted.sum_of_bounded_signals = noted
         self.engine.fitted.draw_public = lambda step: self._public
+        scales = getattr(self.engine.fitted, "scales", None)
+        if scales is not None:
+            scales.follow = lambda released: None  # the scales of a step come from earlier releases: the same for both neighbours
 
     def in_parts_of(self, records: int | None) -> None:
         """From now on so many records go through the model at once; None: as many as the mechanism likes."""
@@ -327,9 +330,12 @@ class Replay:
             return {"all": float(difference.norm()) / (fitted.noise_std / step.release.equivalent_noise())}
         parts, layout = fitted.parts(difference), fitted.layout
         ratios = [site.noise_ratio for site in step.release.sites] + list(step.release.gaussian)
+        groups = {layout.label(group): list(group) for group in layout.groups}
+        if layout.votes:
+            groups["votes"] = [len(parts) - 1]
         return {
-            layout.label(group): float(torch.cat([parts[i] for i in group]).norm()) / (fitted.noise_std / ratio)
-            for group, ratio in zip(layout.groups, ratios, strict=True)
+            label: float(torch.cat([parts[i] for i in group]).norm()) / (fitted.noise_std / ratio)
+            for (label, group), ratio in zip(groups.items(), ratios, strict=True)
         }
 
 

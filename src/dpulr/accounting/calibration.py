@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dpulr import search, validate
 from dpulr.accounting.events import Charge, SampledStep
-from dpulr.accounting.privacy_cost import epsilon, remembered, total_shift
+from dpulr.accounting.privacy_cost import LEAST_DELTA, epsilon, remembered, total_shift
 from dpulr.accounting.shortcuts import MakeRelease, PerLayer, release_maker
 from dpulr.accounting.small_signal import likely_noise, likely_shift
 from dpulr.errors import BudgetError
@@ -61,7 +61,7 @@ def calibrate_release(
 ) -> float:
     """The same for any release that gets cheaper as the noise multiplier grows."""
     validate.positive("target_epsilon", target_epsilon)
-    validate.delta(delta)
+    validate.delta_or_zero(delta)
     validate.whole_number("steps", steps)
     validate.method(method)
 
@@ -69,7 +69,7 @@ def calibrate_release(
         return Charge(SampledStep(make_release(noise), sample_rate, rejection_threshold, min_dataset_size), steps)
 
     def find() -> float:
-        wanted = likely_noise(target_epsilon, delta, sample_rate, steps)
+        wanted = likely_noise(target_epsilon, delta or LEAST_DELTA, sample_rate, steps)
         return _smallest(lambda noise: epsilon([charge(noise)], delta, method), target_epsilon, _worth(make_release, wanted))
 
     _refuse_hopeless(charge(1.0), target_epsilon, delta)
@@ -89,7 +89,9 @@ def _worth(make_release: MakeRelease, wanted: float) -> float:
 
 def _refuse_hopeless(charge: Charge, target: float, delta: float) -> None:
     shift = total_shift([charge])
-    if shift >= target or -math.expm1(-shift) >= delta:
+    if delta == 0 and math.isinf(epsilon([charge], delta)):
+        raise BudgetError("delta is 0, and this mechanism has no pure epsilon: its noise has to be Laplace's.")
+    if shift and (shift >= target or -math.expm1(-shift) >= delta):
         raise BudgetError(
             "No noise reaches the target: rejection alone costs too much. Lower rejection_threshold, "
             "or let it be chosen with 'auto'."
@@ -159,7 +161,7 @@ def max_steps(
 ) -> int:
     """The largest number of such steps that stays within the target, on top of what is already spent. It may be 0."""
     validate.positive("target_epsilon", target_epsilon)
-    validate.delta(delta)
+    validate.delta_or_zero(delta)
     spent = list(already)
 
     def price(count: int) -> float:
@@ -198,4 +200,4 @@ def _likely_steps(step: SampledStep, target_epsilon: float, delta: float) -> int
     if not step.certified:
         return 1
     per_step = step.sample_rate**2 * math.expm1(min(step.release.equivalent_noise() ** -2, 50.0))
-    return min(max(1, int(likely_shift(target_epsilon, delta) ** 2 / per_step)), MOST_STEPS // 2)
+    return min(max(1, int(likely_shift(target_epsilon, delta or LEAST_DELTA) ** 2 / per_step)), MOST_STEPS // 2)

@@ -1,9 +1,10 @@
 """The ledger on disk, written ahead: a step's cost is synced before the step is computed (docs/cli.md, "The ledger").
 
 One JSON line per entry. The first names the run, its settings and its budget. Then an `event` says once what a kind of step
-releases, each `step` refers to one, and a `resume` says that the run went on, and under which budget. Each entry holds the hash of
-the one before, and `ledger.head` the number and hash of the last: an edited, shortened or foreign ledger is noticed. The hashes
-have no key; they are against accidents and edits by hand, not against somebody who computes them anew.
+releases, and each `step` refers to one. An `evaluation` is a noisy one, on private held-out records. A `resume` says that the run
+went on, and under which budget. Each entry holds the hash of the one before, and `ledger.head` the number and hash of the last: an
+edited, shortened or foreign ledger is noticed. The hashes have no key; they are against accidents and edits by hand, not against
+somebody who computes them anew.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class DiskLedger(accounting.Ledger):
             if not isinstance(step, SampledStep | Unaccounted):
                 raise ValueError(f"{type(step).__name__} is not a step")
             self._events.append(step)
+        elif value["kind"] == "evaluation":
+            super().charge_evaluation(_number(value["epsilon"]))
         elif value["kind"] == "resume":
             self.budget = None if value["target_epsilon"] is None else _number(value["target_epsilon"])
             self.planned_steps = _whole(value["planned_steps"])
@@ -125,10 +128,20 @@ class DiskLedger(accounting.Ledger):
             super().append(step)
             self._order.append(index)
 
+    def charge_evaluation(self, epsilon: float) -> None:
+        """On disk first, then in memory."""
+        self._write({"kind": "evaluation", "epsilon": epsilon})
+        super().charge_evaluation(epsilon)
+
     def charges_after(self, steps: int) -> list[Charge]:
         """What the first `steps` steps were charged."""
         counts = Counter(self._order[:steps])
         return [Charge(self._events[index], count) for index, count in counts.items()]
+
+    @property
+    def last(self) -> SampledStep | Unaccounted | None:
+        """What was charged last."""
+        return self._events[self._order[-1]] if self._order else None
 
     def record_resume(self, *, budget: float | None, planned_steps: int) -> None:
         """Record that the run goes on, towards how many steps, and under which budget. A budget is only ever raised."""

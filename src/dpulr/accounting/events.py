@@ -6,9 +6,9 @@ The mathematics that a release needs is loaded when it is asked for: events them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from dpulr import validate
 from dpulr.accounting.kinds import from_dict, register, to_dict
@@ -31,6 +31,10 @@ __all__ = [
     "register_release",
     "to_dict",
 ]
+
+
+Unit = Literal["record", "person"]
+MIXED = "some steps protect records and others people: what holds for one says nothing about the other"
 
 
 class Shift(NamedTuple):
@@ -57,12 +61,17 @@ class Release:
     certified: ClassVar[bool] = True  # whether `pair` is proved to dominate the release
     gap: ClassVar[str] = "this mechanism has no proved bound"  # why not, where it is not
     secrets: ClassVar[str] = "noise and batches"  # what must stay secret, in words
-    numbers: int = 0  # how many numbers a step hands out, rounded; 0 stands for the ideal release of real numbers
+    numbers: int = 0  # how many numbers a step hands out, rounded; 0: what is priced is what is computed, or an ideal
 
     @property
     def mechanism(self) -> str:
         """The name that a privacy statement gives."""
         return self.kind
+
+    @property
+    def pure_epsilon(self) -> float | None:
+        """Epsilon at delta 0 of one step on a whole data set, where there is one."""
+        return None
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -272,7 +281,8 @@ class Unaccounted:
 class SampledStep:
     """One step on a Poisson sample, redrawn while it holds fewer than rejection_threshold records.
 
-    min_dataset_size is the size of the smaller of two neighbours; it is needed only with rejection.
+    min_dataset_size is the size of the smaller of two neighbours; it is needed only with rejection. `unit` is what is sampled, and
+    what one neighbour has more than the other: a record, or a person with all of his or her records.
     """
 
     kind: ClassVar[str] = "sampled-step"
@@ -281,8 +291,10 @@ class SampledStep:
     sample_rate: float
     rejection_threshold: int = 0
     min_dataset_size: int | None = None
+    unit: Unit = "record"
 
     def __post_init__(self) -> None:
+        validate.one_of("unit", self.unit, get_args(Unit))
         if not isinstance(self.release, Release):
             raise InvalidArgument(f"{type(self.release).__name__} is not a release this version knows.")
         validate.rate(self.sample_rate)
@@ -309,6 +321,11 @@ class SampledStep:
 
 
 Step = SampledStep | Unaccounted
+
+
+def units_of(steps: Iterable[Step]) -> list[Unit]:
+    """What these steps protect; more than one means that they have no common guarantee."""
+    return list(dict.fromkeys(step.unit for step in steps if isinstance(step, SampledStep)))
 
 
 @register

@@ -17,7 +17,10 @@ from dpulr.errors import InvalidArgument
 Class = TypeVar("Class", bound=type[Any])
 
 _CLASSES: dict[str, type[Any]] = {}
-_ELSEWHERE = {"paper": "dpulr.paper.nominal"}  # kinds whose home is loaded when a ledger names them
+_ELSEWHERE = {
+    "paper": "dpulr.paper.nominal",
+    "laplace": "dpulr.accounting.laplace",
+}  # kinds whose home is loaded when a ledger names them
 
 
 def register(cls: Class) -> Class:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from dpulr import validate
 from dpulr.accounting import events, privacy_cost
 from dpulr.accounting.events import Charge, Step
 from dpulr.errors import InvalidArgument
@@ -17,6 +19,8 @@ class Ledger:
 
     def __init__(self, charges: tuple[Charge, ...] | list[Charge] = ()) -> None:
         self._counts: dict[Step, int] = {}
+        self.evaluations: list[float] = []
+        """Epsilons of noisy evaluations on held-out records, each a pure one (delta 0): they add to that of the steps."""
         for charge in charges:
             self.append(charge.step, charge.count)
 
@@ -25,6 +29,15 @@ class Ledger:
         charge = Charge(step, count)
         if charge.count:
             self._counts[step] = self._counts.get(step, 0) + charge.count
+
+    def charge_evaluation(self, epsilon: float) -> None:
+        """Charge a noisy evaluation."""
+        validate.positive("epsilon", epsilon)
+        self.evaluations.append(float(epsilon))
+
+    @property
+    def evaluation_epsilon(self) -> float:
+        return math.fsum(self.evaluations)
 
     @property
     def charges(self) -> list[Charge]:
@@ -39,10 +52,11 @@ class Ledger:
         return privacy_cost.is_certified(self.charges)
 
     def epsilon(self, delta: float, method: str = "pld") -> float:
-        return privacy_cost.epsilon(self.charges, delta, method)
+        return privacy_cost.epsilon(self.charges, delta, method) + self.evaluation_epsilon
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, "charges": [events.to_dict(charge) for charge in self.charges]}
+        more = {"evaluations": list(self.evaluations)} if self.evaluations else {}
+        return {"format": FORMAT, "charges": [events.to_dict(charge) for charge in self.charges], **more}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
@@ -53,10 +67,13 @@ class Ledger:
         for charge in charges:
             if not isinstance(charge, Charge):
                 raise InvalidArgument(f"A ledger holds charges, not {type(charge).__name__}.")
-        return cls(charges)
+        ledger = cls(charges)
+        for epsilon in data.get("evaluations", ()):
+            ledger.charge_evaluation(epsilon)
+        return ledger
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self._counts == other._counts
+        return isinstance(other, Ledger) and (self._counts, self.evaluations) == (other._counts, other.evaluations)
 
     __hash__ = None  # type: ignore[assignment]
 

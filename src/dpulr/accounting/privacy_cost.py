@@ -11,8 +11,9 @@ from dpulr import validate
 from dpulr.accounting import cache, rejection
 from dpulr.accounting.composition import Curves, compose
 from dpulr.accounting.dominating_pairs import pair_of, subsampled
-from dpulr.accounting.events import Charge, SampledStep, Step, to_dict
+from dpulr.accounting.events import Charge, SampledStep, Step, to_dict, units_of
 from dpulr.accounting.finite_precision import SHARES, Slack, slack
+from dpulr.accounting.laplace import pure_epsilon
 from dpulr.accounting.renyi import epsilon_by_rdp
 from dpulr.errors import InvalidArgument
 
@@ -32,22 +33,25 @@ def merged(charges: Iterable[Charge]) -> list[Charge]:
 
 
 def is_certified(charges: Iterable[Charge]) -> bool:
-    """Whether every charge has a proved price."""
-    return all(charge.step.certified and not charge.step.reasons for charge in charges if charge.count)
+    """Whether every charge has a proved price, for the same unit."""
+    steps = [charge.step for charge in charges if charge.count]
+    return all(step.certified and not step.reasons for step in steps) and len(units_of(steps)) < 2
 
 
 def epsilon(charges: Iterable[Charge], delta: float, method: str = "pld", *, fresh: bool = False) -> float:
-    """Epsilon of all charges together at `delta`. Infinite where no bound is known.
+    """Epsilon of all charges together at `delta`; 0 asks for pure epsilon. Infinite where no bound is known.
 
     fresh: computed in this process, not read from the cache on disk. So is every epsilon that is printed as a result.
     """
-    validate.delta(delta)
+    validate.delta_or_zero(delta)
     validate.method(method)
     joined = merged(charges)
     if not joined:
         return 0.0
     if not is_certified(joined):
         return math.inf
+    if delta == 0:
+        return pure_epsilon(joined)
     if fresh:
         return _computed(tuple(joined), delta, method)
     return remembered("epsilon", joined, {"method": method, "delta": delta}, lambda: _computed(tuple(joined), delta, method))
@@ -69,7 +73,8 @@ def _computed(charges: tuple[Charge, ...], delta: float, method: str) -> float:
         rooms = [(each.room(delta) + math.expm1(-shift), each.loss) for each in slacks]
         return checked(min(epsilon_by_rdp(charges, room) + shift + loss if room > 0 else math.inf for room, loss in rooms))
     pair = curves(charges, delta)
-    return checked(min(with_rejection(pair, each.room(delta), shift) + each.loss for each in slacks))
+    composed = min(with_rejection(pair, each.room(delta), shift) + each.loss for each in slacks)
+    return checked(min(composed, pure_epsilon(charges)))
 
 
 def _slacks(charges: Sequence[Charge], masses: Sequence[float]) -> list[Slack]:

@@ -12,6 +12,7 @@ from dpulr.accounting.events import SampledStep as SampledStep
 from dpulr.accounting.events import Shift as Shift
 from dpulr.accounting.events import Unaccounted as Unaccounted
 from dpulr.accounting.events import register_release as register_release
+from dpulr.accounting.laplace import LaplaceRelease as LaplaceRelease
 from dpulr.accounting.ledger import Ledger as Ledger
 from dpulr.accounting.planning import plan as plan
 from dpulr.accounting.planning import steps_of as steps_of

@@ -28,6 +28,7 @@ from dpulr.engine import PrivacyEngine, Released
 from dpulr.errors import InvalidArgument
 from dpulr.mechanisms import Mechanism, by_name, kind_of
 from dpulr.model.losses import LossFunction
+from dpulr.model.people import People
 from dpulr.randomness import RandomSource
 
 Canary = tuple[Tensor, Tensor]
@@ -80,11 +81,16 @@ def engine_claim(engine: PrivacyEngine, steps: int) -> Claim:
 
 
 def signal_of(engine: PrivacyEngine, record: Canary, public: Any, secret: RandomSource) -> Array:
-    """What a record alone would add to a release, by the attacker's own simulation with randomness of its own."""
+    """What a record (a person's records) alone would add to a release, by the attacker's own simulation with its own randomness."""
     fitted = engine.fitted
     with torch.inference_mode(), engine.forward.checked_mode():
         directions = secret.directions(engine.forward.device, engine.forward.dtype)
-        total = fitted.sum_of_bounded_signals(record, public, directions)
+        most = engine.plan.per_person
+        if most == 1:
+            total = fitted.sum_of_bounded_signals(record, public, directions)
+        else:
+            people = People.of(np.zeros(len(record[1]), dtype=np.int64), most, engine.forward.device)
+            total = fitted.sum_over_people(record, people, public, directions)
         no_noise = torch.zeros(fitted.size, dtype=torch.float64, device=engine.forward.device)
         return fitted.privatise(total, no_noise).double().cpu().numpy()
 
@@ -97,6 +103,11 @@ def released_in(engine: PrivacyEngine, steps: int) -> list[Released]:
         engine.step(inputs, targets)
     stop()
     return heard
+
+
+def _as_people(labels: Any, per_person: int) -> dict[str, Any]:
+    """Settings of an engine that protects people, if a person may have several records."""
+    return {} if per_person == 1 else {"unit": labels, "max_per_person": per_person}
 
 
 class Unmoved(torch.optim.Optimizer):
@@ -128,7 +139,10 @@ def linear_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class RowsGame(Game):
-    """The canary crafted against the mechanism: a linear loss of slope `slope` along the first axis of `dim` dimensions."""
+    """The canary crafted against the mechanism: a linear loss of slope `slope` along the first axis of `dim` dimensions.
+
+    With `per_person`, the canary is a person with so many records, all alike: they point in one direction together.
+    """
 
     def __init__(
         self,
@@ -141,19 +155,21 @@ class RowsGame(Game):
         slope: float = 1e4,
         seed: int | None = None,
         rows: int | None = None,
+        per_person: int = 1,
         randomness: Callable[[int | None], RandomSource] = RandomSource,
     ) -> None:
         self.dim, self.steps, self.sample_rate = dim, steps, sample_rate
-        self.rows = rows or max(1, min(20_000, _NUMBERS // (2 * dim)))
+        self.rows = rows or max(1, min(20_000, _NUMBERS // (2 * dim * per_person)))
         target = torch.zeros(self.rows, dim)
         target[:, 0] = slope
         model = Table(2 * self.rows, dim)
         self.engine = PrivacyEngine(
             model,
             Unmoved(model),
-            TensorDataset(torch.arange(self.rows), target),
+            TensorDataset(*(part.repeat_interleave(per_person, 0) for part in (torch.arange(self.rows), target))),
             linear_loss,
             mechanism=mechanism,
+            **_as_people(np.arange(self.rows).repeat(per_person), per_person),
             expected_batch_size=1.0,
             sample_rate=sample_rate,
             steps=_ENDLESS,
@@ -176,7 +192,7 @@ class RowsGame(Game):
     def attacks(self) -> list[Attack]:
         """The exact test of one record where the release knows its likelihood ratio, and what always can be tried."""
         release, usual = self.claim.step.release, super().attacks()
-        if release.log_ratio(np.zeros(1), np.zeros(1)) is None:
+        if self.claim.step.unit == "person" or release.log_ratio(np.zeros(1), np.zeros(1)) is None:
             return usual
 
         def ratio(along: Array, across: Array) -> Array:
@@ -188,7 +204,10 @@ class RowsGame(Game):
 
 
 class BatchGame(Game):
-    """A canary among the records of a data set, on any model: one game per step (or per `steps` of them)."""
+    """A canary among the records of a data set, on any model: one game per step (or per `steps` of them).
+
+    With `per_person`, it is a person with so many records like the canary among people with one record each.
+    """
 
     def __init__(
         self,
@@ -205,10 +224,11 @@ class BatchGame(Game):
         rejection_threshold: int = 0,
         steps: int = 1,
         seed: int | None = None,
+        per_person: int = 1,
         randomness: Callable[[int | None], RandomSource] = RandomSource,
     ) -> None:
         self.steps, self.seed = steps, seed
-        self.canary = (canary[0].unsqueeze(0), canary[1].unsqueeze(0))
+        self.canary = (torch.stack([canary[0]] * per_person), torch.stack([canary[1]] * per_person))
         inputs, targets = records
         if self.canary[0].shape[1:] != inputs.shape[1:] or self.canary[1].shape[1:] != targets.shape[1:]:
             raise InvalidArgument(
@@ -228,6 +248,7 @@ class BatchGame(Game):
                     TensorDataset(*data),
                     loss_fn,
                     mechanism=by_name(mechanism),
+                    **_as_people(np.minimum(np.arange(len(data[1])), len(targets)), per_person),
                     expected_batch_size=size,
                     sample_rate=sample_rate,
                     steps=_ENDLESS,
@@ -239,6 +260,7 @@ class BatchGame(Game):
                 )
             self.engines.append(engine)
         without, having = self.engines
+        without.parameters_changed(public=True)  # the other's set-up has tried other weights on the same model
         self.mechanism = without.mechanism.name
         self.claim = engine_claim(having, steps)
 

@@ -65,6 +65,7 @@ def one_step(
     loss_fn: LossFunction | None = None,
     records: tuple[Tensor, Tensor] | None = None,
     rejection_threshold: int = 0,
+    per_person: int = 1,
     trials: int | None = None,
     delta: float = 1e-5,
     confidence: float = 0.95,
@@ -74,9 +75,11 @@ def one_step(
 
     `canary` is "crafted" (the worst case, `dim` dimensions, no other records), a kind made from the data ("ordinary",
     "mislabelled", "large", "feature"), a file, or your own record (x, y). With your own `model`, `loss_fn` and `records` the game
-    is played on them; by default on 64 small digits and one layer. Without `seed` the randomness is the engine's own.
+    is played on them; by default on 64 small digits and one layer. With `per_person` people are protected, and the canary is a
+    person with so many records. Without `seed` the randomness is the engine's own.
     """
     validate.whole_number("steps", steps)
+    validate.whole_number("per_person", per_person)
     validate.positive("noise_multiplier", noise_multiplier)
     if trials is not None:
         check(trials, delta, confidence)
@@ -86,6 +89,8 @@ def one_step(
     if canary == "crafted" and worst.canary != "crafted":
         canary, trials = worst.canary, trials or worst.trials
     settings: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
+    if per_person > 1:
+        settings["per_person"] = per_person
     if canary == "crafted":
         if model is not None or records is not None or rejection_threshold:
             raise InvalidArgument(
@@ -94,6 +99,7 @@ def one_step(
         attacked = worst.mechanism if isinstance(mechanism, str) else mechanism
         settings["dim"] = dim or worst.dim
         shared: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps, "seed": seed}
+        shared["per_person"] = per_person
         game: Game
         game = RowsGame(attacked, dim=dim or worst.dim, **shared) if worst.many_per_step else single_canary_game(attacked, **shared)
         count = trials or worst.trials or ROWS_TRIALS
@@ -123,6 +129,7 @@ def one_step(
         rejection_threshold=rejection_threshold,
         steps=steps,
         seed=seed,
+        per_person=per_person,
     )
     settings["records"] = len(records[1])
     return play(game, canary=name, trials=trials or BATCH_TRIALS, delta=delta, confidence=confidence, settings=settings)

@@ -14,12 +14,12 @@ from dpulr.cli.plan import plan
 from dpulr.cli.report import report
 from dpulr.cli.resume import resume
 from dpulr.cli.train import train
+from dpulr.cli.tune import tune
 
 app = typer.Typer(
     name="dpulr",
     help="Train PyTorch models with differential privacy, by forward passes alone.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -41,6 +41,6 @@ def _common(
         raise typer.Exit(USAGE)
 
 
-for command in (train, resume, plan, audit, report, evaluate):
+for command in (train, resume, plan, tune, audit, report, evaluate):
     app.command()(command)
 app.add_typer(data, name="data")

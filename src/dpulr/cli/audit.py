@@ -30,6 +30,7 @@ def audit(
     noise_multiplier: Annotated[float | None, typer.Option(help="Noise over the bound on a record. Default: 1.")] = None,
     sample_rate: Annotated[float | None, typer.Option(help="Chance of a record to be in a step.")] = None,
     steps: Annotated[int | None, typer.Option(help="Releases that the attacker sees, or steps of a training run.")] = None,
+    per_person: Annotated[int | None, typer.Option(help="one-step: the canary is a person with so many records.")] = None,
     dim: Annotated[int | None, typer.Option(help="crafted: dimensions of the layer.")] = None,
     trials: Annotated[int | None, typer.Option(help="Games with the canary, and as many without; one-run: canaries.")] = None,
     confidence: Annotated[float | None, typer.Option(help="Of the verdict. Default: 0.95.")] = None,
@@ -47,6 +48,7 @@ def audit(
         "sample_rate": sample_rate,
         "steps": steps,
         "dim": dim,
+        "per_person": per_person,
         "trials": trials,
         "confidence": confidence,
         "delta": delta,
@@ -74,6 +76,8 @@ def _play(mechanism: str, game: str, options: dict[str, Any]) -> Verdict:
 
     if game == "one-step":
         return audit.one_step(mechanism, **options)
+    if "per_person" in options:
+        raise UsageError("--per-person is for --game one-step.")
     count = options.pop("trials", None)
     if game == "one-run":
         return audit.one_run(mechanism, **options, **({} if count is None else {"canaries": count}))

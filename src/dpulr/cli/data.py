@@ -1,4 +1,4 @@
-"""`dpulr data`: list, fetch and check."""
+"""`dpulr data`: list, fetch, check, and draft a schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 
 from dpulr.cli.options import AsJson
 
-data = typer.Typer(help="List the data sets, fetch and check them.", no_args_is_help=True, rich_markup_mode=None)
+data = typer.Typer(
+    help="List the data sets, fetch and check them; draft the schema of a table.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @data.command("list")
@@ -38,6 +40,9 @@ def show(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
 def check(
     name: Annotated[str, typer.Argument(help="Name of the data set, or package.module:function returning (train, test).")],
     model: Annotated[str | None, typer.Option(help="A model, whose outputs the labels are compared with.")] = None,
+    unit: Annotated[str | None, typer.Option(help="The column that names the person, or package.module:function.")] = None,
+    schema: Annotated[str | None, typer.Option(help="csv: and parquet: the schema.")] = None,
+    label: Annotated[str | None, typer.Option(help="csv: and parquet: the column to predict.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Read a data set, compare its files with their checksums, and tell what is wrong with which record.
@@ -45,15 +50,17 @@ def check(
     UNPROTECTED: what it prints comes from the records themselves. It is for the owner of the data.
     """
     from dpulr.data import checking
-    from dpulr.runs.loading import load_data, make_model
+    from dpulr.runs.loading import load_data, make_model, make_unit
     from dpulr.runs.settings import Settings
 
-    settings = Settings(dataset=name, model=model or "auto")
+    settings = Settings(dataset=name, model=model or "auto", schema=schema, label=label, unit=unit)
     parts: dict[str, dict[str, Any]] = {}
     for part, dataset in zip(("train", "test"), load_data(settings), strict=True):
+        if dataset is None:
+            continue
         records = checking.open_records(dataset)
         classes = None if model is None else checking.outputs_of(make_model(settings), records)
-        findings = checking.check(dataset, records.schema, classes)
+        findings = checking.check(dataset, records.schema, classes, make_unit(settings) if part == "train" else None)
         parts[part] = {"records": records.size, "schema": str(records.schema), "findings": findings}
     if as_json:
         for about in parts.values():
@@ -65,6 +72,29 @@ def check(
         print(f"UNPROTECTED {part}: {about['records']:,} records, {about['schema']}")
         for finding in about["findings"] or ["nothing wrong was found."]:
             print(f"UNPROTECTED {part}: {finding}")
+
+
+@data.command("schema")
+def schema(
+    file: Annotated[Path, typer.Argument(help="A CSV or Parquet file.")],
+    label: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The TOML file to write; by default it is printed.")] = None,
+) -> None:
+    """Draft what 'dpulr train --schema' needs: the columns of a table, with their ranges and categories.
+
+    UNPROTECTED: the draft comes from the records themselves. Put in what everybody may know; until then runs have no guarantee.
+    """
+    from dpulr.data.tables import draft
+    from dpulr.errors import UsageError
+
+    text = draft(file, label)
+    if out is None:
+        print(text, end="")
+        return
+    if out.exists():
+        raise UsageError(f"{out} exists.")
+    out.write_text(text, encoding="utf-8")
+    print(f"UNPROTECTED: {out} holds values from the records. Replace them by public ones, and remove 'from_data = true'.")
 
 
 @data.command("fetch")

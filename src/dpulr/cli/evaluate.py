@@ -18,9 +18,10 @@ def evaluate(
     """Accuracy, loss, calibration and a table by class, of the model in a run, on held-out data."""
     from dpulr.runs.loading import load
 
-    scores = load(run).score(dataset)
+    model = load(run)
+    scores = model.score(dataset)
     if as_json:
-        print(json.dumps({**asdict(scores), "classes": scores.classes()}))
+        print(json.dumps({**asdict(scores), "temperature": model.temperature, "classes": scores.classes()}))
         return
     print(f"{'class':>7} {'records':>8} {'recall':>8} {'precision':>10}")
     for row in scores.classes():
@@ -29,4 +30,5 @@ def evaluate(
     print(
         f"accuracy {scores.accuracy:.2%}   loss {scores.loss:.4f}   Brier score {scores.brier:.4f}   "
         f"expected calibration error {scores.calibration_error:.4f}"
+        f"{'' if model.temperature == 1 else f'   (outputs over a temperature of {model.temperature:.3g})'}"
     )

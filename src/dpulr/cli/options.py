@@ -17,6 +17,9 @@ SPELLINGS = {"target_epsilon": "--epsilon", "target_delta": "--delta", "learning
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object per line, for machines.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any setting; the last wins.")]
+Logs = Annotated[
+    list[str] | None, typer.Option("--log", help="Also write what is public to tensorboard (in the run's folder) or to mlflow.")
+]
 Workers = Annotated[int | None, typer.Option(min=1, help="Train in so many processes on this machine, by torchrun.")]
 Restarts = Annotated[
     int, typer.Option(min=0, help="With --workers: how often all processes start again, and go on, after one has failed.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -26,6 +28,18 @@ def make_view(*, as_json: bool) -> PlainView:
     if as_json:
         return JsonView()
     return LiveView() if sys.stdout.isatty() else PlainView()
+
+
+@contextmanager
+def logged(view: PlainView, names: Sequence[str] | None, folder: Path) -> Iterator[Any]:
+    """The view, entered; and what is public also goes to these loggers."""
+    with view:
+        if not names or rank() > 0:
+            yield view
+            return
+        from dpulr.integrations.loggers import Logged, makers_of
+
+        yield Logged(view, makers_of(names, folder))
 
 
 class PlainView:
@@ -62,10 +76,8 @@ class PlainView:
         return None
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        self.line(
-            f"step {values['step']} of {self.about['planned_steps']}   held-out accuracy {values['test_accuracy']:.2%}   "
-            f"held-out loss {values['test_loss']:.4f}   {spent(values['epsilon'], self.about)}"
-        )
+        figures = "".join(f"held-out {name} {text}   " for name, text in held_out(values))
+        self.line(f"step {values['step']} of {self.about['planned_steps']}   {figures}{spent(values['epsilon'], self.about)}")
 
     def unprotected(self, values: Mapping[str, Any]) -> None:
         self.line(unprotected_line(values))
@@ -191,10 +203,9 @@ class LiveView(PlainView):
         """The whole view."""
         last = self.history[-1] if self.history else {}
         table = Table.grid(padding=(0, 2), expand=False)
-        accuracy = f"{last['test_accuracy']:.2%}" if last else "-"
-        loss = f"{last['test_loss']:.4f}" if last else "-"
-        table.add_row("held-out accuracy", Text(accuracy, style="bold green"), spark([h["test_accuracy"] for h in self.history]))
-        table.add_row("held-out loss", Text(loss, style="bold"), spark([h["test_loss"] for h in self.history]))
+        for name, text in held_out(last) if last else [("accuracy", "-"), ("loss", "-")]:
+            course = [h[f"test_{name}"] for h in self.history if f"test_{name}" in h]
+            table.add_row(f"held-out {name}", Text(text, style="bold green" if name == "accuracy" else "bold"), spark(course))
         paid = spent(last.get("epsilon", 0.0), self.about) + (f" at step {last['step']}" if last else "")
         table.add_row("privacy spent", Text(paid, style="bold magenta"), self.budget(last))
         said = [Text(line, style="dim") for line in [headline(self.about), *self.about.get("notes", ())]]
@@ -209,6 +220,17 @@ class LiveView(PlainView):
             return Text("")
         full = min(30, round(30 * value / target))
         return Text("█" * full, style="magenta") + Text("░" * (30 - full), style="dim")
+
+
+def held_out(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures on held-out data that there are, by name. The noise of a noisy one is the mean size of what was added."""
+    found = []
+    if "test_accuracy" in values:
+        noise = f" (noise {values['test_noise']:.2%})" if "test_noise" in values else ""
+        found.append(("accuracy", f"{values['test_accuracy']:.2%}{noise}"))
+    if "test_loss" in values:
+        found.append(("loss", f"{values['test_loss']:.4f}"))
+    return found
 
 
 def headline(about: Mapping[str, Any]) -> str:
@@ -236,12 +258,12 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     epsilon = "none" if result["epsilon"] is None else up(result["epsilon"])
     if result["guarantee"] == "nominal":
         epsilon = f"none (nominal {up(result['nominal_epsilon'])})"
+    figure = "".join(f"{name} {text}   " for name, text in held_out(result)[:1])
     early = result["status"] == "interrupted" and stopped_early(result["epsilon"], result.get("planned_epsilon"))
     return [
         str(result["statement"]),
         *([f"Interrupted: {early}."] if early else []),
-        f"accuracy {result['test_accuracy']:.2%}   epsilon {epsilon}   delta {result['delta']:g}   "
-        f"guarantee {result['guarantee']}   {result['seconds']:.0f} s",
+        f"{figure}epsilon {epsilon}   delta {result['delta']:g}   guarantee {result['guarantee']}   {result['seconds']:.0f} s",
     ]
 
 

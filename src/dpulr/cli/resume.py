@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dpulr.cli.options import AsJson, Restarts, Unprotected, Workers, spellings
+from dpulr.cli.options import AsJson, Logs, Restarts, Unprotected, Workers, spellings
 from dpulr.distributed.launch import joined, launch
 
 
@@ -21,6 +21,7 @@ def resume(
         int | None, typer.Option(help="Total number of steps, if it is to change. With a raised budget: default as many as fit.")
     ] = None,
     show_unprotected: Unprotected = False,
+    log: Logs = None,
     as_json: AsJson = False,
     workers: Workers = None,
     restarts: Restarts = 0,
@@ -30,11 +31,12 @@ def resume(
         given = {"--target-epsilon": target_epsilon, "--steps": steps}
         flags = {"--show-unprotected": show_unprotected, "--json": as_json}
         options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+        options += [text for name in log or () for text in ("--log", name)]
         raise typer.Exit(
             launch(workers, ["resume", str(run), *options, *(name for name, on in flags.items() if on)], restarts=restarts)
         )
-    from dpulr.cli.progress import make_view
+    from dpulr.cli.progress import logged, make_view
     from dpulr.runs import run as runs
 
-    with joined(), make_view(as_json=as_json) as view:
+    with joined(), logged(make_view(as_json=as_json), log, run) as view:
         view.result(runs.resume(run, view, target_epsilon=target_epsilon, steps=steps, show_unprotected=show_unprotected))

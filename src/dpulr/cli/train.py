@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dpulr.cli.options import AsJson, Restarts, Sets, Unprotected, Workers, takes_settings
+from dpulr.cli.options import AsJson, Logs, Restarts, Sets, Unprotected, Workers, takes_settings
 from dpulr.distributed.launch import joined, launch, restarted, under_torchrun
 from dpulr.errors import UsageError
 from dpulr.runs.settings import Settings, read_config, split_invocation
@@ -23,6 +23,7 @@ def train(
     sets: Sets = None,
     allow_uncertified: Annotated[bool, typer.Option("--allow-uncertified", help="Train even without any guarantee.")] = False,
     show_unprotected: Unprotected = False,
+    log: Logs = None,
     as_json: AsJson = False,
     workers: Workers = None,
     restarts: Restarts = 0,
@@ -47,13 +48,14 @@ def train(
             config = Path(place) / "config.json"
             config.write_bytes(settings.to_json())
             arguments = ["train", "--config", str(config), "--out", str(folder), *(name for name, on in flags.items() if on)]
+            arguments += [text for name in log or () for text in ("--log", name)]
             raise typer.Exit(launch(workers, arguments, restarts=restarts))
-    from dpulr.cli.progress import make_view
+    from dpulr.cli.progress import logged, make_view
     from dpulr.distributed.ranks import join
     from dpulr.runs import run
     from dpulr.runs.folder import CONFIG
 
-    with joined(), make_view(as_json=flags["--json"]) as view:
+    with joined(), logged(make_view(as_json=flags["--json"]), log, folder) as view:
         shown = flags["--show-unprotected"]
         if restarted() and join().shared(lambda: (folder / CONFIG).exists()):
             result = run.resume(folder, view, show_unprotected=shown)

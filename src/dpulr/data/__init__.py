@@ -10,15 +10,18 @@ if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
     from dpulr.data.checking import Finding, check
+    from dpulr.data.tables import TableDataset, read_table
     from dpulr.data.views import ArrayDataset, Columns
 
 _HOME = {
     "ArrayDataset": "dpulr.data.views",
     "Columns": "dpulr.data.views",
     "Finding": "dpulr.data.checking",
+    "TableDataset": "dpulr.data.tables",
     "check": "dpulr.data.checking",
+    "read_table": "dpulr.data.tables",
 }
-__all__ = ["ArrayDataset", "Columns", "Finding", "check", "load"]
+__all__ = ["ArrayDataset", "Columns", "Finding", "TableDataset", "check", "load", "read_table"]
 
 
 def __getattr__(name: str) -> Any:

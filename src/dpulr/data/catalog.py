@@ -68,7 +68,10 @@ ENTRIES = {entry.name: entry for entry in (MNIST, FASHION, CIFAR10)}
 
 def find(name: str) -> Entry:
     if name not in ENTRIES:
-        raise DataError(f"there is no data set {name!r}; known: {', '.join(map(repr, ENTRIES))}.")
+        raise DataError(
+            f"there is no data set {name!r}; known: {', '.join(map(repr, ENTRIES))}. A table is csv:FILE or parquet:FILE, data of "
+            "your own package.module:function."
+        )
     return ENTRIES[name]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpulr.errors import DataError
+from dpulr.membership import Membership, Unit
 from dpulr.model.batches import call_model
 from dpulr.records import Records
 from dpulr.schema import Leaf, Misfit, Schema
@@ -62,11 +63,12 @@ class _Tally:
             self.examples.append((row, text))
 
 
-def check(dataset: Any, schema: Any = None, classes: int | None = None) -> list[Finding]:
+def check(dataset: Any, schema: Any = None, classes: int | None = None, unit: Unit = None) -> list[Finding]:
     """Read all records and tell what is wrong. UNPROTECTED: this is for the owner of the data, and not for publication.
 
     `schema` is that of `PrivacyEngine`; by default that of the first record that has one. With `classes`, the number of a model's
-    outputs, labels are compared with them. The engine itself tells none of this.
+    outputs, labels are compared with them; with `unit`, that of `PrivacyEngine`, it is told who the records belong to. The engine
+    itself tells none of this.
     """
     records = open_records(dataset, schema)
     tallies = {kind: _Tally() for kind in _OF_RECORDS}
@@ -84,7 +86,7 @@ def check(dataset: Any, schema: Any = None, classes: int | None = None) -> list[
             if isinstance(label, int) and (label < 0 or (classes is not None and label >= classes)):
                 tallies["label out of range"].add(row, str(label))
     found = [_of_records(kind, tally, records.size) for kind, tally in tallies.items() if tally.records]
-    return found + _of_labels(labels, classes, records.size)
+    return found + _of_labels(labels, classes, records.size) + ([] if unit is None else _of_people(Membership.of(dataset, unit)))
 
 
 def open_records(dataset: Any, schema: Any = None) -> Records:
@@ -150,6 +152,21 @@ def _of_records(kind: str, tally: _Tally, size: int) -> Finding:
     if share > _TOO_MANY:
         text += " WARNING: that is more than 1 in 100; clean the data first."
     return Finding(kind, tally.records, size, tuple(tally.examples), text)
+
+
+def _of_people(found: Membership) -> list[Finding]:
+    size, missing = len(found.owners), np.flatnonzero(found.owners < 0)
+    told = []
+    if len(missing):
+        text = f"{len(missing):,} of {size:,} records ({len(missing) / size:.2%}) belong to nobody. They contribute nothing."
+        told.append(Finding("no person", len(missing), size, tuple((int(row), "") for row in missing[:_NAMED]), text))
+    if found.people:
+        single = int((found.sizes == 1).sum())
+        text = f"{found.people:,} people; {single:,} of them have one record, and the largest share is {int(found.sizes.max()):,}."
+        if single == found.people:
+            text += " All have one record: unit= then says the same as leaving it out."
+        told.append(Finding("people", single, size, (), text))
+    return told
 
 
 def _of_labels(labels: dict[float, int], classes: int | None, size: int) -> list[Finding]:

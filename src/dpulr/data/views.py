@@ -18,6 +18,9 @@ class ArrayDataset:
     `inputs` and `targets` are arrays, or tuples, lists or dicts of arrays: ArrayDataset(np.load("x.npy", mmap_mode="r"), y).
     """
 
+    schema: Any = None  # an example of a record, where its types are not those of the arrays
+    reason_for_none: str | None = None  # why a run on it has no guarantee, if so
+
     def __init__(self, inputs: Any, targets: Any) -> None:
         self.inputs, self.targets = inputs, targets
         sizes = []

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from dpulr.errors import RankLost, UsageError
 
@@ -39,14 +40,27 @@ def joined() -> Iterator[None]:
         return
     import torch.distributed as dist
 
+    size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=MEETING_SECONDS)
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_SECONDS))
+        dist.init_process_group("gloo", store=_fresh_store(size, timeout), rank=rank(), world_size=size, timeout=timeout)
     except RuntimeError as problem:
-        raise RankLost(f"the {os.environ['WORLD_SIZE']} processes could not meet within {MEETING_SECONDS} s.") from problem
+        raise RankLost(f"the {size} processes could not meet within {MEETING_SECONDS} s.") from problem
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _fresh_store(size: int, timeout: timedelta) -> Any:
+    """The store through which processes find each other. torchrun may keep one through all restarts (torch 2.13 does), with the
+    addresses of processes that are gone: each start gets a part of its own.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*address, size, is_master=not kept and rank() == 0, timeout=timeout, wait_for_workers=not kept)
+    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def launch(workers: int, arguments: Sequence[str], *, restarts: int = 0) -> int:

@@ -2,7 +2,8 @@
 
 Each rank sums the bounded signals of its own records, adds its share of the noise and rounds; then the shares are summed. So what
 leaves a rank is noised, the noise of the sum is that of one process, and the sum is exact: the same bits on every rank
-(docs/theory.md, section 9, "Shares"). Rank 0 charges each step, and no rank reads a record before.
+(docs/theory.md, section 9, "Shares"). Or rank 0 adds up the bare sums, noises them as one process would, and sends the release to
+all. Rank 0 charges each step, and no rank reads a record before.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dpulr.sampling import PoissonSampling, ShuffledSampling
 T = TypeVar("T")
 Parallel = Literal["records", "passes"]
 MOST_RANKS = 256
-"""More shares would need a grid so coarse that their rounding shows (docs/theory.md, section 9)."""
+"""More shares of the noise would need a grid so coarse that their rounding shows (docs/theory.md, section 9)."""
 COMPARE_EVERY = 100
 """Steps after which the ranks compare their parameters."""
 
@@ -43,7 +44,7 @@ class Alone:
     """One process: there is nobody to agree with. Also the list of what several ranks do together, in the order of a run."""
 
     rank, size = 0, 1
-    sharded, parallel = False, "records"
+    sharded, parallel, noise_shares = False, "records", 1
     seconds = 0.0
     """Seconds spent in communication, waiting for others included."""
 
@@ -78,9 +79,9 @@ class Alone:
         """Which of the data set's rows are in this rank's part of the batch."""
         return sampler.draw(records, rng)
 
-    def sum(self, share: Tensor) -> Tensor:
-        """The sum of all ranks' noised shares: the release."""
-        return share
+    def released(self, total: Any, privatise: Callable[[Any], Tensor]) -> Tensor:
+        """The release, from the sum over this rank's records and the function that noises it."""
+        return privatise(total)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
@@ -94,13 +95,16 @@ class Alone:
 class Ranks(Alone):
     """The ranks of a process group. Communication goes over a group of its own (gloo), so that nothing else gets in between."""
 
-    def __init__(self, group: Any = None, *, timeout: float = 300.0, sharded: bool = False, parallel: Parallel = "records") -> None:
-        validate.positive("rank_timeout", timeout)
+    def __init__(self, group: Any, *, timeout: float, sharded: bool, parallel: Parallel, shared_noise: bool) -> None:
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.rank, self.size, self.sharded, self.seconds = members.index(dist.get_rank()), len(members), sharded, 0.0
-        if self.size > MOST_RANKS:
-            raise InvalidArgument(f"there are {self.size} ranks; at most {MOST_RANKS} can share the noise of one release.")
-        self._timeout, self._root, self._lost, self.parallel = timeout, members[0], "", parallel
+        self.rank, self.size, self.seconds = members.index(dist.get_rank()), len(members), 0.0
+        if shared_noise and self.size > MOST_RANKS:
+            raise InvalidArgument(
+                f"there are {self.size} ranks; at most {MOST_RANKS} can share the noise of one release. With shared_noise=False "
+                "rank 0 adds it."
+            )
+        self.sharded, self.parallel, self.noise_shares = sharded, parallel, self.size if shared_noise else 1
+        self._timeout, self._root, self._lost = timeout, members[0], ""
         self._pulse: Pulse | None = None
         self._group = self._together("while it was set up", lambda: self._own_group(members))
         names = self.gathered(f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})")
@@ -206,8 +210,15 @@ class Ranks(Alone):
         own = len(range(self.rank, records, self.size))
         return sampler.draw(own, rng) * self.size + self.rank
 
-    def sum(self, share: Tensor) -> Tensor:
-        return self._reduced(share.cpu(), dist.ReduceOp.SUM, "in this step").to(share.device)
+    def released(self, total: Any, privatise: Callable[[Any], Tensor]) -> Tensor:
+        if self.noise_shares > 1:
+            share = privatise(total)
+            return self._reduced(share.cpu(), dist.ReduceOp.SUM, "in this step").to(share.device)
+        values = total.cpu()
+        self._together("in this step", lambda: dist.reduce(values, self._root, group=self._group))
+        values = privatise(values.to(total.device)).cpu() if self.rank == 0 else torch.empty_like(values)
+        self._together("in this step", lambda: dist.broadcast(values, self._root, group=self._group))
+        return values.to(total.device)
 
     def any(self, flag: bool) -> bool:
         return bool(self._reduced(torch.tensor([int(flag)]), dist.ReduceOp.MAX, "after a step").item())
@@ -237,8 +248,18 @@ class Ranks(Alone):
             self.seconds += time.perf_counter() - began
 
 
-def join(group: Any = None, *, timeout: float = 300.0, sharded: bool = False, parallel: Parallel = "records") -> Alone:
+def join(
+    group: Any = None,
+    *,
+    timeout: float = 300.0,
+    sharded: bool = False,
+    parallel: Parallel = "records",
+    shared_noise: bool = True,
+) -> Alone:
     """The ranks of this group, or of torch.distributed's default one; alone if there is none or nobody else in it."""
+    validate.positive("rank_timeout", timeout)
+    validate.boolean("sharded", sharded)
+    validate.boolean("shared_noise", shared_noise)
     validate.one_of("parallel", parallel, get_args(Parallel))
     if sharded and parallel == "passes":
         raise InvalidArgument("parallel='passes' needs all records on every rank: sharded must be False.")
@@ -248,7 +269,7 @@ def join(group: Any = None, *, timeout: float = 300.0, sharded: bool = False, pa
         return Alone()
     if dist.get_world_size(group) == 1:
         return Alone()
-    return Ranks(group, timeout=timeout, sharded=sharded, parallel=parallel)
+    return Ranks(group, timeout=timeout, sharded=sharded, parallel=parallel, shared_noise=shared_noise)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

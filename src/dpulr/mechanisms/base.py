@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,13 @@ from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import count
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
+from dpulr.model.people import People
 from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
 from dpulr.plan import Plan, Request, certified_plan
-from dpulr.randomness import Directions
+from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
+
+if TYPE_CHECKING:
+    from dpulr.mechanisms.scales import Scales
 
 WITH_MARGIN = 1 - 3e-4
 """Bounds are met with this much room: rounding of a record's share, and of the others' sum when it is there, stays below it."""
@@ -68,6 +72,20 @@ class Mechanism(ABC):
     space: Space = "auto"
     shares_parameters: ClassVar[bool] = False
     """Whether a layer may be called several times, and parameters may be tied: where a record is bounded over all uses."""
+    bounds_people: ClassVar[bool] = False
+    """Whether it has `sum_over_people`, which bounds what all records of a person add together."""
+    calls_again: ClassVar[bool] = False
+    """Whether a linear layer or convolution may be called several times, and is moved in all of its calls."""
+    takes_weights: ClassVar[bool] = False
+    """Whether records' weights (`Forward.weighed`) act on their signals."""
+
+    @property
+    def keeps_sizes(self) -> bool:
+        """Whether a record whose loss is multiplied by a number can add more, or less, for that."""
+        return True
+
+    uses_sites: ClassVar[bool] = True
+    """Whether layers are moved one by one. If not, the model is run and checked as a whole, and no layer has to be known."""
 
     @abstractmethod
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> Release:
@@ -79,6 +97,15 @@ class Mechanism(ABC):
 
     def settled(self, forward: Forward) -> Mechanism:
         """The same settings with what they leave to the model filled in. It is tried on synthetic records: nothing private."""
+        return self
+
+    def for_people(self, most: int) -> Mechanism:
+        """The same settings for people, who take part in a step with at most so many records."""
+        if most > 1 and not self.bounds_people:
+            raise InvalidArgument(
+                f"{self.name} bounds single records, not all of a person's: use max_per_person=1 (one record of each person and "
+                "step, chosen at random)."
+            )
         return self
 
     def notes(self, forward: Forward) -> list[str]:
@@ -109,6 +136,15 @@ class FittedMechanism(ABC, Generic[Public]):
     """Processes that each add a share of the noise to a sum of their own. The release is then the sum of what they privatise."""
 
     @property
+    def streams(self) -> list[list[int]]:
+        """Groups of sites whose gradients can be made one group after the other; one group, where that saves nothing."""
+        return []
+
+    def noise(self, source: RandomSource) -> GaussianNoise | LaplaceNoise:
+        """Where `privatise` gets its noise from."""
+        return source.noise(self.size)
+
+    @property
     def part_sizes(self) -> list[int]:
         """How many numbers of the release belong to each site; all of them to one, where there are no parts."""
         return [self.size]
@@ -120,6 +156,17 @@ class FittedMechanism(ABC, Generic[Public]):
     @abstractmethod
     def sum_of_bounded_signals(self, batch: Batch, public: Public, directions: Directions) -> Any:
         """The sum over the batch of the records' signals, each within its bound."""
+
+    def sum_over_people(self, batch: Batch, people: People, public: Public, directions: Directions) -> Any:
+        """The same where people are protected: what all records of a person add is within the bound of one record."""
+        raise InvalidArgument(f"{type(self).__name__} bounds single records, not people.")
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the weights: public numbers, as JSON can hold them."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. What is missing there stays as it is."""
 
     def privatise(self, total: Any, noise: Tensor) -> Tensor:
         """Here noise is added. What comes out may be seen by everybody. `noise` is standard normal, in float64.
@@ -144,10 +191,12 @@ class FittedMechanism(ABC, Generic[Public]):
 class SitewiseMechanism(FittedMechanism[Bases]):
     """A fitted mechanism whose release has a part for each site, in the site's public subspace.
 
-    `backward_to` are the sites at whose outputs a backward pass gives the gradient.
+    `backward_to` are the sites at whose outputs a backward pass gives the gradient. `scales` say where records are clipped, if not
+    at a constant; if they adapt, the votes about them are the last part of a release.
     """
 
     backward_to: Sequence[int] = ()
+    scales: Scales | None = None
 
     def __init__(
         self,
@@ -159,27 +208,35 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         seed: int,
         subspace: int | None = None,
         sites: Sequence[Site] | None = None,
+        votes: int = 0,
     ) -> None:
+        self._votes = votes
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
         self.sites = [site.within(subspace) for site in forward.sites] if sites is None else list(sites)
         self.noise_std, self.divisor = noise_std, plan.expected_batch_size
-        self.precise = plan.expected_batch_size > PRECISE_ABOVE
+        self.precise = plan.expected_batch_size * plan.per_person > PRECISE_ABOVE
         self.size = sum(self.part_sizes)
         self.chunks = Chunks(forward, self.sites, self.size, memory_limit)
         self._bases = PublicBases(self.sites, torch.Generator().manual_seed(seed), self.dtype, self.device)
 
     @cached_property
     def part_sizes(self) -> list[int]:
-        return [site.size for site in self.sites]
+        return [*(site.size for site in self.sites), *([self._votes] if self._votes else [])]
 
     def draw_public(self, step: int) -> Bases:
         return self._bases.draw()
 
     def sum_of_bounded_signals(self, batch: Batch, public: Bases, directions: Directions) -> Any:
+        return self._sum(batch, None, public, directions)
+
+    def sum_over_people(self, batch: Batch, people: People, public: Bases, directions: Directions) -> Any:
+        return self._sum(batch, people, public, directions)
+
+    def _sum(self, batch: Batch, people: People | None, public: Bases, directions: Directions) -> Any:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
-        for chunk in self.chunks.records(batch):
-            directions.expect(self.draws(count(chunk[1])))
-            for clean in self.forward.clean(*chunk, self.backward_to):
+        for chunk, own in self.chunks.people(batch, people):
+            directions.expect(self.draws(count(chunk[1])) if own is None else [])
+            for clean in self.forward.clean(*chunk, self.backward_to, own):
                 if self.precise or clean.records > SUMMED_TOGETHER:
                     self.add(clean, public, directions, self.parts(total))
                 else:
@@ -199,14 +256,23 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     def gradients(self, values: Tensor, public: Bases, into: Gradients) -> None:
         mean = values.div(self.divisor).to(self.dtype)
         self.lift(mean, public, into)
+        if self.scales is not None and self._votes:
+            self.scales.follow(self.parts(values)[-1])
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.scales is None else {"scales": self.scales.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.scales is not None and "scales" in state:
+            self.scales.load(state["scales"])
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Write the gradients that a mean of signals stands for, site by site."""
-        for site, part, basis, views in zip(self.sites, self.parts(mean), public, into, strict=True):
+        for site, part, basis, views in zip(self.sites, self.parts(mean)[: len(self.sites)], public, into, strict=True):
             site.lift(part, basis, views)
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """The sites' parts of a release."""
+        """The sites' parts of a release, and the votes about scales, if there are any."""
         return list(flat.split_with_sizes(self.part_sizes))
 
 

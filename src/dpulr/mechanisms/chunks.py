@@ -9,6 +9,7 @@ from typing import Any
 from dpulr.errors import InvalidArgument
 from dpulr.model.batches import count, rows
 from dpulr.model.forward import Forward
+from dpulr.model.people import People
 from dpulr.model.sites import Site
 
 _FAST = 64 * 2**20
@@ -24,8 +25,8 @@ class Chunks:
 
     def __init__(self, forward: Forward, sites: Sequence[Site], size: int, memory_limit: int | None) -> None:
         self._forward, self._itemsize = forward, forward.dtype.itemsize
-        self.row_bytes = [self._row_bytes(site, replay) for site, replay in zip(sites, forward.replay_bytes, strict=True)]
-        self._record_bytes = forward.bytes_per_record + 2 * max(self.row_bytes)
+        self.row_bytes = [self._row_bytes(site, replay) for site, replay in zip(sites, forward.replay_bytes, strict=False)]
+        self._record_bytes = forward.bytes_per_record + 2 * max(self.row_bytes, default=0)
         fixed = (16 + 2 * self._itemsize) * size
         if memory_limit is not None and memory_limit < fixed + self._record_bytes:
             raise InvalidArgument(
@@ -48,6 +49,14 @@ class Chunks:
             return
         for start in range(0, records, size):
             yield rows(batch, start, start + size)
+
+    def people(self, batch: tuple[Any, Any], people: People | None) -> Iterator[tuple[tuple[Any, Any], People | None]]:
+        """The same with whole people, where there are some."""
+        if people is not None:
+            yield from people.parts(batch, max(1, self.room // self._record_bytes))
+            return
+        for part in self.records(batch):
+            yield part, None
 
     def replays(self, bytes_per_record: int, records: int) -> int:
         """How many replays that take so much fit into one pass: below the memory limit, and small enough to stay in the cache."""

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dpulr.mechanisms.person_norms import averaged, per_unit
 from dpulr.model.differentiable import exact_layers
 from dpulr.model.forward import Forward
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean
+from dpulr.model.people import People
 from dpulr.model.shared_sites import SharedSite
 from dpulr.model.sites import Site
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 class ExactPart:
     """The exact gradients of `sites`, from a clean pass that has their slopes: one for each of their `uses`, in this order.
 
-    `norms` are (sites, records).
+    `norms` are (sites, records); where there are people, those of the mean gradient of the person that a record belongs to.
     """
 
     def __init__(self, sites: Sequence[Site], uses: Sequence[Sequence[int]], clean: Clean) -> None:
@@ -35,8 +37,8 @@ class ExactPart:
         self.signals = [
             signals_of(site, calls, [next(slopes) for _ in calls]) for site, calls in zip(sites, self.calls, strict=True)
         ]
-        own = zip(sites, self.calls, self.signals, strict=True)
-        self.norms = torch.stack([norms_of(site, calls, signals) for site, calls, signals in own])
+        own = [_per_unit(*one, clean.people) for one in zip(sites, self.calls, self.signals, strict=True)]
+        self.signals, self.norms = [signals for signals, _ in own], torch.stack([norms for _, norms in own])
 
     def add(self, scales: Tensor, parts: Sequence[Tensor], *, precise: bool) -> None:
         """Add the gradients, each record's times its scale (sites, records), to these sites' parts of a release."""
@@ -51,8 +53,14 @@ def signals_of(site: Site, calls: Sequence[Call], slopes: Sequence[Tensor]) -> l
     return site.signals_of(calls, slopes) if isinstance(site, SharedSite) else [site.signal_of(calls[0], slopes[0])]
 
 
-def norms_of(site: Site, calls: Sequence[Call], signals: Sequence[Tensor]) -> Tensor:
-    return site.joint_norms(calls, signals) if isinstance(site, SharedSite) else site.norms(calls[0], signals[0])
+def _per_unit(site: Site, calls: Sequence[Call], signals: list[Tensor], people: People | None) -> tuple[list[Tensor], Tensor]:
+    if not isinstance(site, SharedSite):
+        signal, norms = per_unit(site, calls[0], signals[0], people)
+        return [signal], norms
+    if people is not None:
+        signals = [averaged(signal, people) for signal in signals]
+    norms = site.joint_norms(calls, signals)
+    return signals, norms if people is None else people.to_rows(people.summed(norms))
 
 
 def settle_exact(settings: HiddenDirection, forward: Forward) -> HiddenDirection:

@@ -17,6 +17,7 @@ from dpulr import validate
 from dpulr.accounting.events import GaussianRelease
 from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import WITH_MARGIN, Mechanism, SitewiseMechanism, WorstCase, weighted
+from dpulr.mechanisms.person_norms import per_unit
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
 from dpulr.model.sites import Bases, Site, Space
@@ -47,6 +48,8 @@ class Gaussian(Mechanism):
     space: Space = "auto"
     subspace: int | None = None
     name: ClassVar[str] = "gaussian"
+    bounds_people: ClassVar[bool] = True
+    takes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
@@ -93,8 +96,9 @@ class FittedGaussian(SitewiseMechanism):
 
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
         signals = [self.estimate(clean, i, public[i], directions) for i in range(len(self.sites))]
-        norms = torch.stack([site.norms(call, signal) for site, call, signal in zip(self.sites, clean.calls, signals, strict=True)])
-        scales = self.clip_factors(norms)
+        own = [per_unit(*one, clean.people) for one in zip(self.sites, clean.calls, signals, strict=True)]
+        signals, norms = [signal for signal, _ in own], torch.stack([norm for _, norm in own])
+        scales = self.forward.weighed(self.clip_factors(norms), clean.targets)
         for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
             site.add(call, signal, scale, part, precise=self.precise)
 

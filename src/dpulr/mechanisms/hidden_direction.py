@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,15 +23,20 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
 from dpulr.mechanisms.exact_part import ExactPart, exact_notes, settle_exact
 from dpulr.mechanisms.layout import Layout
+from dpulr.mechanisms.person_norms import per_unit
+from dpulr.mechanisms.scales import Scale, Scales, check_quantile, check_scale, trial, typical
+from dpulr.mechanisms.soft_bits import joint_gains, reaches
 from dpulr.model.differentiable import backward_refusal
 from dpulr.model.forward import Forward
+from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Shift
+from dpulr.model.people import People
+from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
 _EXACT_STEP = 1e-2
-_LEAST_KAPPA = 1e-30  # well within float32: nothing is divided by zero
 
 
 @dataclass(frozen=True)
@@ -41,35 +47,46 @@ class HiddenDirection(Mechanism):
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
     radius         how far a direction reaches: a standard deviation per coordinate of a layer's output
     antithetic     True compares a direction with its opposite; False with the clean pass: half the passes per direction
-    kappa          None keeps the sign of the difference of losses; a number clips difference / kappa to [-1, 1]
+    kappa          None keeps the sign of the difference of losses; a number keeps its size up to a gradient (in a layer) of this
+                   length. "auto": a length per layer, from the initial model on synthetic records; "adaptive": one that follows
+                   the records, by a noisy count in the same release (docs/losses.md)
+    quantile       of "auto" and "adaptive": the share of differences that are not clipped
     last_layer     "exact" takes the last layer's gradient by differences at its few outputs, clipped and noised as a Gaussian part
     exact          layers whose gradient one backward pass takes, clipped jointly and noised as a Gaussian part of the same release:
                    their names, or "auto": those whose gradient by autograd is that of the loss. "none": no backward passes
     groups         None perturbs layer by layer; a number makes so many groups of neighbouring layers, each with one joint direction
                    and one pass: the cost of a step then grows with the depth, not with its square
     subspace       directions hide in a public subspace of m dimensions per layer ("auto": 4 per repeat, at least 16); None: in all
+    per_person     the most records of a person that share a direction and a bit; the engine sets it (unit=)
     """
 
     repeats: int = 1
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
     radius: float = 0.1
-    kappa: float | None = None
+    kappa: Scale | None = None
     last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
     subspace: int | Literal["auto"] | None = "auto"
     antithetic: bool = False
     groups: int | None = None
     exact: Literal["none", "auto"] | tuple[str, ...] = "none"
+    quantile: float = 0.95
+    per_person: int = 1
     name: ClassVar[str] = "hidden-direction"
+    calls_again: ClassVar[bool] = True
+    takes_weights: ClassVar[bool] = True
+    bounds_people: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
+        validate.whole_number("per_person", self.per_person)
         validate.boolean("antithetic", self.antithetic)
         validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
         validate.one_of("space", self.space, get_args(Space))
         validate.positive("radius", self.radius)
         if self.kappa is not None:
-            validate.at_least("kappa", self.kappa, _LEAST_KAPPA)
+            check_scale("kappa", self.kappa)
+        check_quantile(self.quantile)
         if self.groups is not None:
             validate.whole_number("groups", self.groups)
         if self.subspace not in ("auto", None):
@@ -98,9 +115,20 @@ class HiddenDirection(Mechanism):
         return () if self.exact == "none" else self.exact
 
     @property
+    def keeps_sizes(self) -> bool:
+        return self.kappa is not None
+
+    @property
+    def span(self) -> float:
+        """By how many radii the two passes of a difference lie apart, times the radius."""
+        return self.radius * (2 if self.antithetic else 1)
+
+    @property
     def kept_dims(self) -> int | None:
         """Dimensions of the public subspaces."""
-        return max(16, 4 * self.repeats) if self.subspace == "auto" else self.subspace
+        if self.subspace != "auto":
+            return self.subspace
+        return max(4, -(-max(16, 4 * self.repeats) // self.per_person))
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> HiddenDirectionRelease:
         return self.layout(sites).release(noise_multiplier)
@@ -112,12 +140,17 @@ class HiddenDirection(Mechanism):
     def settled(self, forward: Forward) -> HiddenDirection:
         return settle_exact(self, forward)
 
+    def for_people(self, most: int) -> HiddenDirection:
+        if most > 1 and self.kappa == "adaptive":
+            raise InvalidArgument("kappa='adaptive' counts records, and a person may have several: use max_per_person=1.")
+        return replace(self, per_person=most)
+
     def notes(self, forward: Forward) -> list[str]:
         return exact_notes(self, forward)
 
     def passes(self, sites: Sequence[Site]) -> int:
         layout = self.layout(sites)
-        exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.dims[layout.exact]
+        exact = 0 if layout.exact is None or self.exact != "none" else 2 * layout.sites[-1].dim
         return 1 + (2 if self.antithetic else 1) * self.repeats * len(layout.hidden_groups) + exact
 
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
@@ -133,8 +166,9 @@ class FittedHiddenDirection(SitewiseMechanism):
     def __init__(self, settings: HiddenDirection, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
         self.settings, self.layout = settings, settings.layout(forward.sites)
         std = plan.noise_multiplier
-        super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, sites=self.layout.sites)
-        self.backward_to = self.layout.backward_to
+        sites, votes = self.layout.sites, self.layout.votes
+        super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, sites=sites, votes=votes)
+        self.backward_to = [i for place in self.layout.backward_to for i in forward.uses[place]]
         refusal = backward_refusal(forward, self.backward_to) if self.backward_to else None
         if refusal is not None:
             raise ModelRefused(f"exact={settings.exact_names}: {refusal}. Leave it out of exact, or say exact='auto'.")
@@ -143,12 +177,15 @@ class FittedHiddenDirection(SitewiseMechanism):
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
-        self._own_repeats, self._owns_exact = settings.repeats, True
+        self._own_repeats, self._owns_exact = [settings.repeats] * len(self.layout.hidden_groups), True
+        self._own_votes = torch.ones(votes, device=self.device, dtype=torch.float64)
         self._bounds = self._site_bounds()
         self._overlaps = self._site_overlaps()
         for group in self.layout.hidden_groups:
             if len(group) > 1:
                 self._check_order(group)
+        if settings.kappa is not None:
+            self.scales = self._scales(settings.kappa, plan)
 
     def _site_bounds(self) -> Tensor:
         """(hidden sites, 1)."""
@@ -166,36 +203,71 @@ class FittedHiddenDirection(SitewiseMechanism):
         return overlaps
 
     def split_passes(self, rank: int, size: int) -> None:
-        """A part of the repeats, whose mean over all ranks is still bounded; rank 0 has the exact layer."""
-        if size > self.settings.repeats:
-            raise InvalidArgument(f"parallel='passes' shares {self.settings.repeats} repeats among {size} ranks: some have none.")
-        self._own_repeats, self._owns_exact = len(range(rank, self.settings.repeats, size)), rank == 0
+        """Repeats of layers are dealt out in turn, the exact part as the last. The sum over all ranks is bounded as before."""
+        repeats, groups = self.settings.repeats, len(self.layout.hidden_groups)
+        dealt = repeats * groups
+        if size > dealt + (self.layout.exact is not None):
+            raise InvalidArgument(
+                f"parallel='passes' deals {repeats} repeats of {groups} layers to {size} ranks: some have nothing to do. Use fewer "
+                "ranks, or parallel='records'."
+            )
+        self._own_repeats = [sum(i % size == rank for i in range(g * repeats, (g + 1) * repeats)) for g in range(groups)]
+        self._owns_exact = dealt % size == rank
+        voters = [g * repeats % size for g in range(groups)] + [dealt % size]  # of a record, one rank votes about each scale
+        self._own_votes = torch.tensor(voters[: self._votes], device=self.device).eq(rank).double()
 
     # --- one step -----------------------------------------------------------------------------------------------------
     def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        if self.hidden:
-            self._add_hidden(clean, public, directions, parts)
+        below = torch.zeros(self._votes, clean.records, dtype=torch.bool, device=self.device)
+        if any(self._own_repeats):
+            self._add_hidden(clean, public, directions, parts, below)
         if self.layout.exact is not None and self._owns_exact:
-            self._add_exact(clean, public, parts)
+            self._add_exact(clean, public, parts, below)
+        if self.scales is not None and self._votes:
+            self.scales.count(below, parts[-1], self._own_votes)
 
-    def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor]) -> None:
-        bound = WITH_MARGIN * self.weights[-1]
+    def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor], below: Tensor) -> None:
         if self.backward_to:
-            exact = ExactPart([self.sites[i] for i in self.backward_to], [[i] for i in self.backward_to], clean)
-            scale = (bound / torch.linalg.vector_norm(exact.norms, dim=0)).clamp(max=1)
-            exact.add(scale.expand_as(exact.norms), [parts[i] for i in self.backward_to], precise=self.precise)
+            exact = self._exact_part(clean)
+            factors = self._exact_factors(torch.linalg.vector_norm(exact.norms, dim=0), clean, below)
+            own = [parts[i] for i in self.layout.backward_to]
+            exact.add(factors.expand_as(exact.norms), own, precise=self.precise)
             return
-        site, call, signal = self.sites[-1], clean.calls[-1], self.slopes(clean, len(self.sites) - 1, public[-1])
-        site.add(call, signal, (bound / site.norms(call, signal)).clamp(max=1), parts[-1], precise=self.precise)
+        index = len(self.sites) - 1
+        site, call = self.sites[index], clean.calls[self.forward.uses[index][0]]
+        signal, norms = per_unit(site, call, self.slopes(clean, index, public[index]), clean.people)
+        site.add(call, signal, self._exact_factors(norms, clean, below), parts[index], precise=self.precise)
 
-    def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        gains = torch.stack([self.sites[i].gains(clean.calls[i]) for i in self.hidden])
-        scales = dict(zip(self.hidden, (self._bounds / gains).nan_to_num_(0, 0, 0), strict=True))
+    def _exact_part(self, clean: Clean) -> ExactPart:
+        places = self.layout.backward_to
+        return ExactPart([self.sites[i] for i in places], [self.forward.uses[i] for i in places], clean)
+
+    def _exact_factors(self, norms: Tensor, clean: Clean, below: Tensor) -> Tensor:
+        """What exact gradients of these norms are multiplied by: clipped to the bound, or at their scale, which becomes it."""
+        bound = WITH_MARGIN * self.weights[-1]
+        if self.scales is None:
+            return self.forward.weighed((bound / norms).clamp(max=1), clean.targets)
+        if self._votes:
+            below[-1] = norms <= self.scales.values[-1]
+        return self.forward.weighed(bound / torch.maximum(norms, self.scales.values[-1]), clean.targets)
+
+    def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor], below: Tensor) -> None:
+        calls = self.forward.calls(clean)
+        gains, groups = self._gains(calls, clean.people), self.layout.hidden_groups
+        reach = None if self.scales is None else reaches(self.sites, groups, gains)
+        factors = (self._bounds / (gains if reach is None else joint_gains(self.sites, groups, reach))).nan_to_num_(0, 0, 0)
+        scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
-        estimates = self.estimates(clean, public, directions)
-        for group, estimate in zip(self.layout.hidden_groups, estimates, strict=True):
+        estimates = self.estimates(clean, public, directions, reach, below)
+        own = [groups[g] for together, _ in self._passes(clean.records) for g in together]
+        for group, estimate in zip(own, estimates, strict=True):
             for i, signal in zip(group, self._shares(group, estimate), strict=True):
-                self.sites[i].add(clean.calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
+                self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
+
+    def _gains(self, calls: Sequence[Call], people: People | None) -> Tensor:
+        """(hidden sites, records); a person's records have one, of all of them together."""
+        gains = torch.stack([self.sites[i].gains(calls[i]) for i in self.hidden])
+        return gains if people is None else people.joint_norms(gains)
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
         """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
@@ -208,34 +280,50 @@ class FittedHiddenDirection(SitewiseMechanism):
         dims = self.layout.dims
         return [part * records * sum(dims[g] for g in groups) for groups, repeats in self._passes(records) for part in repeats]
 
-    def estimates(self, clean: Clean, public: Bases, directions: Directions) -> Iterator[Tensor]:
-        """For each hidden group (records, dim): the mean over the repeats of z b, which has norm at most 1."""
+    def estimates(
+        self, clean: Clean, public: Bases, directions: Directions, reach: Tensor | None = None, below: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """For each hidden group, in the order of `_passes` (records, dim): the mean over the repeats of z b, of norm at most 1.
+
+        A person's records have a block each of one z, and one b: together they have norm at most 1. Where scales adapt, it is
+        written to `below` (groups, records) whether a record's first difference was below them.
+        """
+        people, drawn = clean.people, clean.records if clean.people is None else clean.people.count
+        if self.scales is not None and reach is None:
+            reach = reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean), clean.people))
         for groups, parts in self._passes(clean.records):
+            units = None if reach is None else self._units(reach, groups)
             sums: list[Tensor] = []
             for repeats in parts:
-                z = directions.spheres([(repeats, clean.records, self.layout.dims[g]) for g in groups])
-                b = self.bit(self.difference(clean, groups, z, public)).div_(self.settings.repeats)
+                z = directions.spheres([(repeats, drawn, self.layout.dims[g]) for g in groups])
+                if people is not None:
+                    z = [people.shares(draws) for draws in z]
+                b = self.bits(self.difference(clean, groups, z, public), units, people)
+                if below is not None and self._votes and not sums:
+                    below[groups] = b[:, 0].abs() < 1
+                b.div_(self.settings.repeats)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
 
-    def _passes(self, records: int) -> Iterator[tuple[range, list[int]]]:
-        """Hidden groups that share their passes, as many as there is room for, and how many repeats each pass has.
+    def _passes(self, records: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Hidden groups of this rank that share their passes, as many as there is room for, and how many repeats each pass has.
 
         Each set of groups has a program of its own: the number of records is rounded up, so that batches of about a size share it.
         """
-        start, end = 0, len(self.layout.hidden_groups)
         coarse = 2 ** max(0, records.bit_length() - 3)
         records = -(-records // coarse) * coarse
-        while start < end:
-            stop = start + 1
-            while stop < end and self.chunks.replays(sum(self._group_bytes[start : stop + 1]), records):
-                stop += 1
-            room = sum(self._group_bytes[start:stop])
-            yield range(start, stop), list(self.chunks.repeats(room, records, self._own_repeats))
-            start = stop
+        for repeats in sorted(set(self._own_repeats) - {0}):
+            left = [g for g, own in enumerate(self._own_repeats) if own == repeats]
+            while left:
+                count, room = 1, self._group_bytes[left[0]]
+                while count < len(left) and self.chunks.replays(room + self._group_bytes[left[count]], records):
+                    room += self._group_bytes[left[count]]
+                    count += 1
+                yield left[:count], list(self.chunks.repeats(room, records, repeats))
+                left = left[count:]
 
-    def difference(self, clean: Clean, groups: range, z: list[Tensor], public: Bases) -> Tensor:
+    def difference(self, clean: Clean, groups: Sequence[int], z: list[Tensor], public: Bases) -> Tensor:
         """(groups, repeats, records): how much higher the loss is when moved than when not, or than when moved the other way."""
         moves = [self.move(clean, self.layout.groups[g], draws, public) for g, draws in zip(groups, z, strict=True)]
         losses = self.forward.all_losses(clean, moves)
@@ -246,17 +334,27 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def move(self, clean: Clean, group: Sequence[int], z: Tensor, public: Bases) -> Move:
         """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
-        length = self.settings.radius * math.sqrt(z.shape[2])
+        length = self.settings.radius * math.sqrt(z.shape[2] * self.settings.per_person)
         deltas = [
             self.sites[i].perturbation(share, length * self.sites[i].scale, public[i])
             for i, share in zip(group, self._shares(group, z), strict=True)
         ]
-        first, call = self.sites[group[0]], clean.calls[group[0]]
+        first, *rest = [shift for i, delta in zip(group, deltas, strict=True) for shift in self._shifts(clean, i, delta)]
+        call = clean.calls[first.site_index]
         if self.settings.antithetic:
-            moved, rest = first.moved_both_ways(call, deltas[0]), [torch.cat([delta, -delta]) for delta in deltas[1:]]
+            moved = first.site.moved_both_ways(call, first.delta)
+            rest = [Shift(i, site, torch.cat([delta, -delta])) for i, site, delta in rest]
         else:
-            moved, rest = first.moved(call, deltas[0]), deltas[1:]
-        return Move(group[0], moved, [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], rest, strict=True)])
+            moved = first.site.moved(call, first.delta)
+        return Move(first.site_index, moved, rest)
+
+    def _shifts(self, clean: Clean, place: int, delta: Tensor) -> list[Shift]:
+        """A site's move, call by call."""
+        site, uses = self.sites[place], self.forward.uses[place]
+        if not isinstance(site, RepeatedSite):
+            return [Shift(uses[0], site, delta)]
+        shares = site.joint([clean.calls[i] for i in uses]).shares.to(delta)
+        return [Shift(i, one, share.unsqueeze(1) * delta) for i, one, share in zip(uses, site.members, shares, strict=True)]
 
     def _shares(self, group: Sequence[int], signal: Tensor) -> tuple[Tensor, ...]:
         """What each site of a group has of a vector."""
@@ -264,16 +362,64 @@ class FittedHiddenDirection(SitewiseMechanism):
             return (signal,)
         return torch.split(signal, [self.sites[i].dim for i in group], dim=-1)
 
-    def bit(self, difference: Tensor) -> Tensor:
-        """b in [-1, 1]; 0 where a loss was not finite."""
-        kappa = self.settings.kappa
+    def bits(self, difference: Tensor, units: Tensor | None, people: People | None) -> Tensor:
+        """A bit for each record; with people, that of the person's mean loss."""
+        if people is None:
+            return self.bit(difference, units)
+        own = None if units is None else units[..., people.starts]
+        return people.to_rows(self.bit(people.mean(difference.nan_to_num(0, 0, 0)), own))
+
+    def bit(self, difference: Tensor, units: Tensor | None) -> Tensor:
+        """b in [-1, 1]: a sign, or the difference in these units, clipped. 0 where a loss was not finite."""
         finite = difference.nan_to_num(0, 0, 0)
-        return finite.sign_() if kappa is None else finite.div_(kappa).nan_to_num_(0, 1, -1).clamp_(-1, 1)
+        return finite.sign_() if units is None else finite.mul_(units).nan_to_num_(0, 1, -1).clamp_(-1, 1)
+
+    # --- soft bits ----------------------------------------------------------------------------------------------------
+    def _units(self, reach: Tensor, groups: list[int]) -> Tensor:
+        """(groups, 1, records): one over the difference of losses at which a record is clipped."""
+        assert self.scales is not None
+        return (reach[groups] / (self.settings.span * self.scales.values[groups, None])).unsqueeze(1)
+
+    def _scales(self, kappa: Scale, plan: Plan) -> Scales:
+        if not isinstance(kappa, str):
+            return Scales(torch.full((len(self.layout.groups),), kappa, device=self.device, dtype=self.dtype))
+        with torch.inference_mode(), self.forward.checked_mode():
+            values = self._typical_lengths()
+        if kappa == "auto":
+            return Scales(values)
+        noise = self.layout.release(plan.noise_multiplier).gaussian[-1] if plan.noise_multiplier else 1.0
+        std, batch = self.noise_std or 1.0, plan.expected_batch_size
+        return Scales(values, quantile=self.settings.quantile, noise_std=std, noise_multiplier=noise, batch=batch)
+
+    def _typical_lengths(self) -> Tensor:
+        """(groups,): the quantile of the gradients' lengths along a direction, on synthetic records and directions of no secret."""
+        public, directions = self._bases.draw(), Directions(np.random.default_rng(0), self.device, self.dtype)
+        found = []
+        for clean in trial(self.forward, self.backward_to):
+            lengths = list[Tensor]()
+            reach = (
+                reaches(self.sites, self.layout.hidden_groups, self._gains(self.forward.calls(clean), None)) if self.hidden else ()
+            )
+            for g, longest in enumerate(reach):
+                whole = directions.sphere(1, clean.records, self.layout.dims[g])
+                z = [whole[..., : self.layout.dims[g] // self.settings.per_person]]  # as of people with one record
+                lengths.append(self.difference(clean, range(g, g + 1), z, public)[0, 0].abs() * longest / self.settings.span)
+            if self.layout.exact is not None:
+                lengths.append(self._exact_lengths(clean, public))
+            found.append(torch.stack(lengths))
+        return typical(found, self.settings.quantile)
+
+    def _exact_lengths(self, clean: Clean, public: Bases) -> Tensor:
+        if self.backward_to:
+            joint: Tensor = torch.linalg.vector_norm(self._exact_part(clean).norms, dim=0)
+            return joint
+        index = len(self.sites) - 1
+        return self.sites[index].norms(clean.calls[self.forward.uses[index][0]], self.slopes(clean, index, public[index]))
 
     # --- the exact last layer -----------------------------------------------------------------------------------------
     def slopes(self, clean: Clean, index: int, basis: Tensor | None) -> Tensor:
         """(records, dim): slopes of the loss along the coordinates of the last layer's output, by central differences."""
-        site, call = self.sites[index], clean.calls[index]
+        site, call = self.sites[index], clean.calls[self.forward.uses[index][0]]
         axes = torch.eye(site.dim, device=self.device, dtype=self.dtype).unsqueeze(1)
         slopes, start = [], 0
         for count in self.chunks.repeats(2 * self.chunks.row_bytes[index], clean.records, site.dim):
@@ -290,10 +436,10 @@ class FittedHiddenDirection(SitewiseMechanism):
         with torch.inference_mode():
             clean = passes.clean(*self.forward.probe)
             zeros = [torch.zeros(1, clean.records, self.sites[i].full_dim, device=self.device, dtype=self.dtype) for i in group]
-            moved = self.sites[group[0]].moved(clean.calls[group[0]], zeros[0])
-            rest = [Shift(i, self.sites[i], delta) for i, delta in zip(group[1:], zeros[1:], strict=True)]
+            first, *rest = [shift for i, delta in zip(group, zeros, strict=True) for shift in self._shifts(clean, i, delta)]
+            moved = first.site.moved(clean.calls[first.site_index], first.delta)
             try:
-                passes.losses(clean, [Move(group[0], moved, rest)])
+                passes.losses(clean, [Move(first.site_index, moved, rest)])
             except RuntimeError as error:
                 label = self.layout.label(group)
                 raise ModelRefused(f"{label} can't be one group: {error} Use other groups, or groups=None.") from error

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.layer_budget import LayerCost, balanced
+from dpulr.mechanisms.scales import noise_of_votes
+from dpulr.model.shared_sites import SharedSite
 from dpulr.model.sites import OutputSite, Site, make_site
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ class Layout:
 
     sites   each in its public subspace, but for those of a backward pass: all of a gradient costs no more than a part of it
     groups  the sites that share a direction, first to last: one each, or several neighbours; the exact ones, together, are the last
-    dims    the dimensions of each group's direction
+    dims    the dimensions of each group's direction; a person's has a block for each of his or her records
     exact   the number of the exact group, if there is one
     """
 
@@ -37,7 +40,7 @@ class Layout:
         self.backward_to = self._named(sites)
         self.sites = [_whole(site) if i in self.backward_to else site.within(settings.kept_dims) for i, site in enumerate(sites)]
         self.groups = self._groups()
-        self.dims = [sum(self.sites[i].dim for i in group) for group in self.groups]
+        self.dims = [settings.per_person * sum(self.sites[i].dim for i in group) for group in self.groups]
         self.exact = len(self.groups) - 1 if settings.last_layer == "exact" or self.backward_to else None
         self.hidden_groups = self.groups if self.exact is None else self.groups[:-1]
         if settings.layer_weights != "auto":
@@ -68,7 +71,16 @@ class Layout:
         repeats = self.settings.repeats
         hidden = tuple(HiddenSite(self.dims[g], ratios[g], repeats) for g in range(len(self.hidden_groups)))
         exact = () if self.exact is None else (ratios[self.exact],)
-        return HiddenDirectionRelease(hidden, exact, numbers=sum(site.size for site in self.sites))
+        still = HiddenDirectionRelease(hidden, exact, numbers=sum(site.size for site in self.sites))
+        if not self.votes:
+            return still
+        noise = noise_of_votes(still.equivalent_noise())
+        return replace(still, gaussian=(*exact, noise), numbers=still.numbers + self.votes)
+
+    @property
+    def votes(self) -> int:
+        """How many scales follow the records: one per group, or none. Their noise is the last Gaussian part of a release."""
+        return len(self.groups) if self.settings.kappa == "adaptive" else 0
 
     def weights(self, noise_multiplier: float) -> tuple[float, ...]:
         """The bound C of each group."""
@@ -105,6 +117,8 @@ class Layout:
 
 def _whole(site: Site) -> Site:
     """The same site for an exact gradient: at the layer's output wherever its rule knows that, and all of it."""
+    if isinstance(site, SharedSite):
+        return SharedSite(site.members)
     whole = make_site(site.layer, site.output_shape, "known-output")
     whole.rule.scratch = site.rule.scratch
     return whole

@@ -2,37 +2,50 @@
 
 Each step draws `repeats` directions in the space of all parameters, from public randomness, the same for the whole batch. A record
 gives one slope per direction. That short vector is all that is private: it is clipped, summed and noised, and the update is put
-together from the directions afterwards. Epsilon is that of the Gaussian mechanism, whatever the number of directions. DPZero, DP-ZO
-and DP-ZOSO are of this kind.
+together from the directions afterwards. Epsilon is that of the Gaussian mechanism, whatever the number of directions.
+
+The published family are presets: `ZerothOrder.dpzero()`, `.dp_aggzo(directions=64)`, `.dp_zo(noise="laplace")`. Directions are made
+again from their seeds and weights are moved operation by operation (model/moved_weights.py): a step takes the memory of inference.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
 from dpulr import validate
-from dpulr.accounting.events import GaussianRelease
+from dpulr.accounting.events import GaussianRelease, Release
+from dpulr.accounting.laplace import CELLS_PER_BOUND, LaplaceRelease
+from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, WorstCase
 from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import call_on_copy, count, row
 from dpulr.model.forward import Forward
+from dpulr.model.moved_weights import BLOCK, Direction, Moved, put_back_later
+from dpulr.model.people import People
 from dpulr.model.rescue import each_alone, together_or_apart
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
-from dpulr.randomness import Directions
+from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
 
 Seeds = list[int]
 _WITH_MARGIN = 1 - 1e-3
 """The rounding of all losses is divided by the radius: a bound is met with more room than elsewhere."""
 _LEAST_RADIUS = 5e-4
 """Rounding of losses is divided by twice the radius: at this one it moves the sum of 400 records by about 0.001 of the bound."""
+
+
+_AGREE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
+_TRIED = 0.05
+"""How far weights are moved to see whether the model takes them."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,9 @@ class ZerothOrder(Mechanism):
     radius         how far each parameter is moved, as a standard deviation; both ways
     max_grad_norm  the bound on a record's vector of slopes, one per direction
     directions     "normal", or "sphere" of radius sqrt(number of parameters)
+    noise          "gaussian", or "laplace" (one direction only): pure epsilon, and noise_multiplier is its scale over the bound
+    precision      "float32" (whatever the model has), or "bfloat16" for the passes: losses, sums and noise stay as they are.
+                   Each record then has passes of its own: in a batch, the coarse rounding of one could depend on the others
 
     The update keeps the length of a gradient: it is the sum of slope times direction over sqrt(repeats * parameters), where the
     unbiased estimate would be longer by sqrt(parameters / repeats). That is a public factor of the learning rate.
@@ -52,22 +68,50 @@ class ZerothOrder(Mechanism):
     radius: float = 1e-3
     max_grad_norm: float = 1.0
     directions: Literal["normal", "sphere"] = "normal"
+    noise: Literal["gaussian", "laplace"] = "gaussian"
+    precision: Literal["float32", "bfloat16"] = "float32"
     name: ClassVar[str] = "zeroth-order"
+    bounds_people: ClassVar[bool] = True
+    shares_parameters: ClassVar[bool] = True
+    uses_sites: ClassVar[bool] = False
+    takes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
         validate.at_least("radius", self.radius, _LEAST_RADIUS)
         validate.positive("max_grad_norm", self.max_grad_norm)
         validate.one_of("directions", self.directions, ("normal", "sphere"))
+        validate.one_of("noise", self.noise, ("gaussian", "laplace"))
+        validate.one_of("precision", self.precision, ("float32", "bfloat16"))
+        if self.noise == "laplace" and self.repeats != 1:
+            raise InvalidArgument(f"repeats is {self.repeats}; Laplace noise bounds a single number, so it must be 1.")
 
-    def release(self, sites: Sequence[Site], noise_multiplier: float) -> GaussianRelease:
+    @classmethod
+    def dpzero(cls, **more: Any) -> ZerothOrder:
+        """DPZero (ICML 2024): one direction on the sphere, a record's slope clipped, one noised number."""
+        return cls(**{"repeats": 1, "directions": "sphere", **more})
+
+    @classmethod
+    def dp_aggzo(cls, directions: int = 64, **more: Any) -> ZerothOrder:
+        """DP-AggZO (USENIX Security 2025): a record's vector of slopes along all directions is clipped as one."""
+        return cls(repeats=directions, **more)
+
+    @classmethod
+    def dp_zo(cls, noise: Literal["gaussian", "laplace"] = "gaussian", **more: Any) -> ZerothOrder:
+        """DP-ZO (TMLR 2025): one normal direction, and Gaussian or Laplace noise on the clipped slope."""
+        return cls(**{"repeats": 1, "noise": noise, **more})
+
+    def release(self, sites: Sequence[Site], noise_multiplier: float) -> Release:
+        if self.noise == "laplace":
+            return LaplaceRelease(noise_multiplier, mechanism=self.name)
         return GaussianRelease(noise_multiplier, mechanism=self.name, numbers=self.repeats)
 
     def passes(self, sites: Sequence[Site]) -> int:
         return 2 * self.repeats
 
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedZerothOrder:
-        return FittedZerothOrder(self, forward, plan, memory_limit=memory_limit, seed=seed)
+        kind = FittedWithLaplace if self.noise == "laplace" else FittedZerothOrder
+        return kind(self, forward, plan, memory_limit=memory_limit, seed=seed)
 
     @classmethod
     def worst_case(cls) -> WorstCase:
@@ -82,14 +126,30 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
         self.settings, self.forward = settings, forward
         self.size, self.divisor = settings.repeats, plan.expected_batch_size
         self.noise_std = plan.noise_multiplier * settings.max_grad_norm
-        self.parameters = {
-            f"{site.name}.{name}" if site.name else name: parameter
-            for site in forward.sites
-            for name, parameter in site.parameters.items()
-        }
-        self.dim = sum(parameter.numel() for parameter in self.parameters.values())
-        self.chunks = Chunks(forward, forward.sites, self.dim, memory_limit)
+        self.parameters, self.offsets, self.dim = {}, {}, 0
+        for site in forward.sites:
+            for name, parameter in site.parameters.items():
+                self.parameters[f"{site.name}.{name}" if site.name else name] = parameter
+                self.offsets[parameter] = self.dim
+                self.dim += parameter.numel()
+        self.chunks = Chunks(forward, (), self.size, memory_limit)
+        self.alone = forward.recordwise or settings.precision == "bfloat16"
         self._public = torch.Generator().manual_seed(seed)
+        self._in_place = not self._takes_moved_weights()
+
+    @property
+    def streams(self) -> list[list[int]]:
+        """Neighbouring sites, as many as have about a block of numbers."""
+        groups: list[list[int]] = []
+        held = BLOCK
+        for i, site in enumerate(self.forward.sites):
+            own = sum(parameter.numel() for parameter in site.parameters.values())
+            if held + own > BLOCK:
+                groups.append([])
+                held = 0
+            groups[-1].append(i)
+            held += own
+        return groups
 
     def draw_public(self, step: int) -> Seeds:
         """A seed per direction."""
@@ -98,64 +158,126 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
 
     def sum_of_bounded_signals(self, batch: Batch, public: Seeds, directions: Directions) -> Tensor:
         """(repeats,): the sum of the records' clipped slopes. Nothing is drawn in secret."""
+        return self._sum(batch, None, public)
+
+    def sum_over_people(self, batch: Batch, people: People, public: Seeds, directions: Directions) -> Tensor:
+        return self._sum(batch, people, public)
+
+    def _sum(self, batch: Batch, people: People | None, public: Seeds) -> Tensor:
         total = torch.zeros(self.size, device=self.forward.device, dtype=torch.float64)
-        for chunk in self.chunks.records(batch):
+        for chunk, own in self.chunks.people(batch, people):
             slopes = torch.stack([self.slopes(*chunk, self.direction(seed)) for seed in public], dim=1)
-            total += self.clipped(slopes).sum(0)
+            bounded = self.clipped(slopes, own).t()
+            total += (bounded if own is not None else self.forward.weighed(bounded, chunk[1])).sum(1)
         return total
 
     def gradients(self, values: Tensor, public: Seeds, into: Gradients) -> None:
-        views = [views[name] for site, views in zip(self.forward.sites, into, strict=True) for name in site.parameters]
-        for view in views:
+        """For the sites that have buffers."""
+        wanted = [
+            (views[name], self.offsets[parameter])
+            for site, views in zip(self.forward.sites, into, strict=True)
+            if views
+            for name, parameter in site.parameters.items()
+        ]
+        for view, _ in wanted:
             view.zero_()
         scale = 1 / math.sqrt(self.size * self.dim)
         for seed, slope in zip(public, values.div(self.divisor).tolist(), strict=True):
-            for view, z in zip(views, self.direction(seed).values(), strict=True):
-                view.add_(z, alpha=slope * scale)
+            direction = self.direction(seed)
+            for view, offset in wanted:
+                direction.add_to(view, offset, slope * scale)
 
-    def direction(self, seed: int) -> dict[str, Tensor]:
-        """A public direction for every parameter, made again from its seed rather than kept."""
-        generator = torch.Generator().manual_seed(seed)
-        z = torch.randn(self.dim, generator=generator, dtype=self.forward.dtype).to(self.forward.device)
-        if self.settings.directions == "sphere":
-            z *= math.sqrt(self.dim) / torch.linalg.vector_norm(z.double()).item()
-        parts = torch.split(z, [parameter.numel() for parameter in self.parameters.values()])
-        return {name: part.view_as(p) for (name, p), part in zip(self.parameters.items(), parts, strict=True)}
+    def direction(self, seed: int) -> Direction:
+        """A public direction for all parameters, made again from its seed rather than kept."""
+        sphere = self.settings.directions == "sphere"
+        return Direction(seed, self.dim, self.forward.dtype, self.forward.device, sphere=sphere)
 
-    def slopes(self, inputs: Any, targets: Any, z: dict[str, Tensor]) -> Tensor:
-        """(records,): central differences of each record's loss along z."""
+    def slopes(self, inputs: Any, targets: Any, direction: Direction) -> Tensor:
+        """(records,): central differences of each record's loss along the direction, in float32 or better."""
         radius = self.settings.radius
-        plus, minus = (
-            self.losses({name: torch.add(p, z[name], alpha=way) for name, p in self.parameters.items()}, inputs, targets)
-            for way in (radius, -radius)
-        )
+        plus, minus = (self.losses(direction, way, inputs, targets) for way in (radius, -radius))
         return (plus - minus) / (2 * radius)
 
-    def losses(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-        """One loss per record with these weights; NaN for a record whose pass raises."""
+    def losses(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:
+        """One loss per record with weights moved so far; NaN for a record whose pass raises."""
 
         def apart() -> Tensor:
             losses = torch.full((count(targets),), math.nan, dtype=self.forward.dtype, device=self.forward.device)
 
             def one(i: int) -> None:
-                losses[i] = self._pass(weights, *row((inputs, targets), i))[0]
+                losses[i] = self._pass(direction, length, *row((inputs, targets), i))[0]
 
             each_alone(range(len(losses)), one)
             return losses
 
-        if self.forward.recordwise:
+        if self.alone:
             return apart()
-        return together_or_apart(lambda: self._pass(weights, inputs, targets), apart, alive=lambda: self.forward.check_alive([0]))
+        return together_or_apart(
+            lambda: self._pass(direction, length, inputs, targets), apart, alive=lambda: self.forward.check_alive([])
+        )
 
-    def _pass(self, weights: dict[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-        def model(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(self.forward.model, weights, args, kwargs)
+    def _pass(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:
+        move = self._moved_in_place if self._in_place else partial(Moved, self.offsets)
+        with move(direction, length), self._precision():
+            output = call_on_copy(self.forward.model, inputs)
+        return self.forward.loss_fn(pytree.tree_map(_in_full, output), targets)
 
-        return self.forward.loss_fn(call_on_copy(model, inputs), targets)
+    @contextmanager
+    def _moved_in_place(self, direction: Direction, length: float) -> Iterator[None]:
+        with put_back_later(self.parameters.values()):
+            with torch.inference_mode(False), torch.no_grad():
+                for parameter, offset in self.offsets.items():
+                    moved = parameter.detach().clone()
+                    direction.add_to(moved, offset, length)
+                    parameter.copy_(moved)
+            yield
 
-    def clipped(self, slopes: Tensor) -> Tensor:
-        """(records, repeats) slopes, each record scaled to the bound. What is not finite becomes zero."""
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.settings.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.forward.device.type, dtype=torch.bfloat16)
+
+    def _takes_moved_weights(self) -> bool:
+        """Whether operations see moved weights: tried on synthetic records, beside weights that are really moved.
+
+        A module may use its parameters in ways that no operation shows: memory that it shares with them, say.
+        """
+        found = []
+        with torch.inference_mode(), self.forward.checked_mode(), torch.random.fork_rng():
+            for self._in_place in (False, True):
+                torch.manual_seed(0)
+                found.append(self._pass(self.direction(1), _TRIED, *self.forward.probe))
+        return torch.allclose(found[0], found[1], **_AGREE)
+
+    def clipped(self, slopes: Tensor, people: People | None = None) -> Tensor:
+        """(records, repeats) slopes, or means over people, each scaled to the bound. What is not finite becomes zero."""
         slopes = torch.where(torch.isfinite(slopes), slopes, 0).double()
+        if people is not None:
+            slopes = people.mean(slopes.t()).t()
         norms = torch.linalg.vector_norm(slopes, dim=1, keepdim=True)
         scale: Tensor = (_WITH_MARGIN * self.settings.max_grad_norm / norms).clamp(max=1)
         return slopes * scale
+
+
+class FittedWithLaplace(FittedZerothOrder):
+    """The sum is rounded to a grid, and the noise is a whole number of its cells (accounting/laplace.py)."""
+
+    def __init__(self, settings: ZerothOrder, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
+        super().__init__(settings, forward, plan, memory_limit=memory_limit, seed=seed)
+        self.cell = settings.max_grad_norm / CELLS_PER_BOUND
+        self.scale = LaplaceRelease(plan.noise_multiplier).scale if plan.noise_multiplier else 0
+        self.noise_std = math.sqrt(2) * self.scale * self.cell
+
+    def noise(self, source: RandomSource) -> GaussianNoise | LaplaceNoise:
+        return source.laplace_noise(self.size, self.scale)
+
+    def privatise(self, total: Any, noise: Tensor) -> Tensor:
+        """Here noise is added: whole numbers of cells, to a whole number of cells."""
+        released: Tensor = total.double().div(self.cell).round_().add_(noise).mul_(self.cell)
+        return released
+
+
+def _in_full(leaf: Any) -> Any:
+    """Half precision as float32."""
+    half = isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+    return leaf.float() if half else leaf

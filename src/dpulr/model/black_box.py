@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,6 +114,30 @@ class BlackBox(nn.Module):
             return found[0]
 
         return cls(run, shape, **{"name": output.name, **options})
+
+    @classmethod
+    def ray(
+        cls,
+        make: Callable[[], Callable[..., Any]],
+        output_shape: Sequence[int],
+        *,
+        actors: int,
+        restarts: int = 3,
+        timeout: float | None = None,
+        ray_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> BlackBox:
+        """A box that Ray actors hold, each its own, made by `make()` there; `batch_size` says how a batch is dealt out to them.
+
+        An actor that dies is started again, `restarts` times, and its call made again; one that takes longer than `timeout` fails.
+        """
+        validate.whole_number("actors", actors)
+        validate.whole_number("restarts", restarts, 0)
+        from dpulr.model.ray_pool import RayPool
+
+        pool = RayPool(make, actors, restarts=restarts, timeout=timeout, options=ray_options or {})
+        name = getattr(make, "__name__", type(make).__name__)
+        return cls(pool, output_shape, **{"name": name, "concurrency": actors, **options})
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, output_shape={tuple(self.output_shape)}"

@@ -42,20 +42,20 @@ class Judgement:
         return self.refusal or self.doubt or ""
 
 
-def judge(forward: Forward, index: int) -> Judgement:
-    """Whether a backward pass gives the gradient of the loss at the output of this layer."""
-    refusal = backward_refusal(forward, [index])
-    return Judgement(refusal) if refusal is not None else Judgement(doubt=_disagreement(forward, index))
+def judge(forward: Forward, uses: Sequence[int]) -> Judgement:
+    """Whether a backward pass gives the gradient of the loss at the output of this layer, in each of its calls."""
+    refusal = backward_refusal(forward, uses)
+    return Judgement(refusal, None if refusal else next(filter(None, (_disagreement(forward, i) for i in uses)), None))
 
 
 def exact_layers(forward: Forward) -> dict[str, Judgement]:
     """Each layer, by its name, judged alone."""
-    return {site.name: judge(forward, i) for i, site in enumerate(forward.sites)}
+    return {site.name: judge(forward, uses) for site, uses in zip(forward.sites, forward.uses, strict=True)}
 
 
 def is_differentiable(forward: Forward) -> bool:
     """Whether exact gradients reach all layers. The first one that they do not reach ends the search."""
-    everywhere = range(len(forward.sites))
+    everywhere = range(len(forward.passes.layers))
     return backward_refusal(forward, everywhere) is None and not any(_disagreement(forward, i) for i in everywhere)
 
 

@@ -21,6 +21,7 @@ from dpulr.model.batches import call_on_copy, tile
 from dpulr.model.layers import Call
 from dpulr.model.layers.base import without_history
 from dpulr.model.losses import LossFunction, quick
+from dpulr.model.people import People
 from dpulr.model.scratch import NO_SCRATCH, Scratch
 from dpulr.model.sites import Site
 from dpulr.model.trained_layers import Layer
@@ -30,7 +31,7 @@ Marks = tuple[tuple[bool, ...], ...]
 
 
 class Shift(NamedTuple):
-    """A site that adds `delta` (repeats, records, dim) to whatever it puts out in a pass."""
+    """A layer, as a site, that adds `delta` (repeats, records, dim) to what it puts out in a pass."""
 
     site_index: int
     site: Site
@@ -52,7 +53,10 @@ class Move(NamedTuple):
 
 @dataclass
 class Clean:
-    """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs."""
+    """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs.
+
+    `people` says which rows belong to one person, where people are protected rather than records.
+    """
 
     inputs: Any
     targets: Any
@@ -61,6 +65,7 @@ class Clean:
     output: Any
     values: dict[fx.Node, Any] = field(default_factory=dict)
     slopes: list[Tensor] = field(default_factory=list)
+    people: People | None = None
     _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     @property
@@ -120,11 +125,15 @@ class Passes(ABC):
     def shifted(self, shifts: Sequence[Shift], seen: dict[int, Tensor] | None = None) -> Iterator[None]:
         """While it lasts, these sites add their perturbation to whatever they put out. What goes in is kept in `seen`."""
         waiting = {shift.site_index for shift in shifts}
+        calls = Counter[int]()
         busy: set[int] = set()
 
         def hook(shift: Shift) -> Any:
             def move(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
                 if shift.site_index in busy:  # a layer in weight space is run again, with other weights
+                    return output
+                calls[shift.site_index] += 1
+                if calls[shift.site_index] != self.layers[shift.site_index].turn + 1 and self.turns[module] > 1:
                     return output
                 waiting.discard(shift.site_index)
                 busy.add(shift.site_index)

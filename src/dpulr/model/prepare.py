@@ -20,7 +20,8 @@ from dpulr.model.black_box import stand_ins
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.graph import Untraceable
-from dpulr.model.layers import Call, is_foreign
+from dpulr.model.layers import Call, is_foreign, rule_for
+from dpulr.model.layers.affine import AffineRule
 from dpulr.model.layers.check import check_rule
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
@@ -29,10 +30,19 @@ from dpulr.model.quantised import refuse_observers
 from dpulr.model.replay import TracedPasses
 from dpulr.model.row_independence import check_rows, other_weights
 from dpulr.model.scratch import Scratch
-from dpulr.model.shared_sites import SharedSite
+from dpulr.model.shared_sites import RepeatedSite, SharedSite
 from dpulr.model.sites import OutputSite, Site, Space, WeightSite, make_site
-from dpulr.model.trained_layers import Layer, by_turns, find_layers, model_as_one_layer, sharing, with_enclosing_module
+from dpulr.model.trained_layers import (
+    Layer,
+    by_turns,
+    find_layers,
+    model_as_one_layer,
+    refuse_calls,
+    sharing,
+    with_enclosing_module,
+)
 from dpulr.model.value_reads import observe
+from dpulr.model.weights import WeightFunction
 from dpulr.model.whole_passes import HookedPasses, RecordwisePasses
 
 _PROBE_SIZES = (2, 3)
@@ -51,10 +61,16 @@ def prepare(
     space: Space = "auto",
     method: str = "auto",
     shared: bool = False,
+    again: bool = False,
+    weights: WeightFunction | None = None,
+    sites: bool = True,
 ) -> Forward:
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
-    `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook".
+    `example` is a batch of one record, of which only shapes and types are used. `method` is "auto", "trace" or "hook". `weights`
+    gives each record's weight. Without `sites` no layer will be moved by itself: the model is run as a whole, and may hold its
+    parameters wherever it likes.
+    `shared`: parameters may be shared, by layers or by calls of one; `again`: a linear layer or convolution may be called again.
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
     model = uncompiled(model)
@@ -66,7 +82,9 @@ def prepare(
                 "one record at a time, and whether it learns from what it sees can't be checked",
                 stacklevel=3,
             )
-        return _prepare(model, loss_fn, example, device, space, method, shared)
+        if not sites:
+            return _as_a_whole(model, loss_fn, example, device, weights)
+        return _prepare(model, loss_fn, example, device, space, method, shared, again, weights)
 
 
 def _prepare(
@@ -77,6 +95,8 @@ def _prepare(
     space: Space,
     method: str,
     shared: bool,
+    again: bool,
+    weights: WeightFunction | None,
 ) -> Forward:
     layers = find_layers(model, shared=shared)
     seen = observe(model, loss_fn, example, device)
@@ -87,19 +107,50 @@ def _prepare(
     kind: Whole = partial(RecordwisePasses if recordwise else HookedPasses, scratch=scratch)
     if recordwise and (len(sharing(layers)) < len(layers) or _skips_layers(kind(model, loss_fn, layers), probes)):
         layers = model_as_one_layer(model)
-    turns = partial(_with_turns, kind(model, loss_fn, []), probes[0]) if shared and not recordwise else None
+    turns = partial(_with_turns, kind(model, loss_fn, []), probes[0], shared) if (shared or again) and not recordwise else None
     layers, marks = _with_plain_outputs(kind, model, loss_fn, layers, probes, turns)
     whole = kind(model, loss_fn, layers, marks)
     with other_weights(model.parameters(), keep=1.0):
         _refuse_use_elsewhere(whole, probes[1])
-    passes = whole if recordwise else _traced_if_possible(whole, probes, method, draws=seen.draws)
+    moved_again = not shared and any(layer.turn > 0 for layer in layers)  # not all calls lie downstream of the first
+    if moved_again and method == "trace":
+        raise InvalidArgument("a layer is called several times, so that only whole passes move all of its calls: leave replay out.")
+    passes = whole if recordwise or moved_again else _traced_if_possible(whole, probes, method, draws=seen.draws)
     if recordwise:
         if method == "trace":
             raise InvalidArgument(f"the model can't be traced: {seen.reads}.")
         warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
     with other_weights(model.parameters(), keep=1.0):
         _check_alignment(passes, probes[1])
-    return _finished(passes, probes, space)
+    return _finished(passes, probes, space, weights, SharedSite if shared else RepeatedSite)
+
+
+def _as_a_whole(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    example: tuple[Any, Any],
+    device: torch.device,
+    weights: WeightFunction | None,
+) -> Forward:
+    """The model without a look at its layers. A parameter that several of them use is listed once."""
+    seen = observe(model, loss_fn, example, device)
+    scratch = check_rows(model, loss_fn, example, device, seen=seen)
+    if seen.reads is not None:
+        warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
+    kind = HookedPasses if seen.reads is None else RecordwisePasses
+    passes = kind(model, loss_fn, [], scratch=scratch)
+    generator = torch.Generator().manual_seed(_SEED)
+    probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
+    with torch.inference_mode():
+        first, second = [_allocated(partial(passes.clean, *probe))[1] for probe in probes]
+    known: set[nn.Parameter] = set()
+    sites = []
+    for layer in find_layers(model, shared=True):
+        own = {name: p for name, p in layer.parameters.items() if p not in known}
+        known.update(own.values())
+        if own:
+            sites.append(WeightSite(layer, rule_for(layer.module, own), torch.Size(())))
+    return Forward(passes, sites, bytes_per_record=max(second - first, 1), replay_bytes=(), probe=probes[0], weights=weights)
 
 
 # --- which layers, which way to run them --------------------------------------------------------------------------------
@@ -143,15 +194,18 @@ def _with_plain_outputs(
             return layers, tuple(marks)
 
 
-def _with_turns(passes: HookedPasses, probe: Probe, layers: list[Layer]) -> list[Layer]:
-    """The layers, each as often as a pass calls it."""
+def _with_turns(passes: HookedPasses, probe: Probe, shared: bool, layers: list[Layer]) -> list[Layer]:
+    """The layers, each as often as a pass calls it; unless `shared`, only those that have a joint move."""
     calls = dict.fromkeys((layer.module for layer in layers), 0)
+    alone = [] if shared else [layer for layer in layers if not isinstance(rule_for(layer.module, layer.parameters), AffineRule)]
 
     def note(module: nn.Module, *_: Any) -> None:
         calls[module] += 1
 
     with torch.inference_mode(), hooks([(module, note) for module in calls]):
         passes.clean(*probe)
+    for layer in alone:
+        refuse_calls(layer, calls[layer.module])
     return by_turns(layers, calls)
 
 
@@ -180,7 +234,9 @@ def _traced_if_possible(whole: HookedPasses, probes: list[Probe], method: str, *
     return traced
 
 
-def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
+def _finished(
+    passes: Passes, probes: list[Probe], space: Space, weights: WeightFunction | None, joint_site: type[SharedSite]
+) -> Forward:
     """Make the sites, and measure the memory of a row by two passes of different size."""
     with torch.inference_mode():
         (small, first), (large, second) = [_allocated(partial(passes.clean, *probe)) for probe in probes]
@@ -188,7 +244,8 @@ def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
         sites, replay_bytes = [], []
         for i, (layer, call) in enumerate(zip(passes.layers, small.calls, strict=True)):
             _refuse_half(layer, call)
-            site = make_site(layer, call.output.shape[1:], space, call)
+            again = passes.turns[layer.module] > 1 and joint_site is RepeatedSite
+            site = make_site(layer, call.output.shape[1:], "output" if again else space, call)
             site.rule.scratch = passes.scratch
             if isinstance(site, WeightSite):
                 _check_weights(site, call)
@@ -201,9 +258,10 @@ def _finished(passes: Passes, probes: list[Probe], space: Space) -> Forward:
             sites.append(site)
             replay_bytes.append(max(second - first, 1))
     uses = sharing(passes.layers)
-    joint = [sites[members[0]] if len(members) == 1 else SharedSite([sites[i] for i in members]) for members in uses]
+    joint = [sites[members[0]] if len(members) == 1 else joint_site([sites[i] for i in members]) for members in uses]
     replay_bytes = [sum(replay_bytes[i] for i in members) for members in uses]
-    return Forward(passes, joint, uses=uses, bytes_per_record=per_record, replay_bytes=replay_bytes, probe=probes[0])
+    sizes: dict[str, Any] = {"bytes_per_record": per_record, "replay_bytes": replay_bytes, "probe": probes[0]}
+    return Forward(passes, joint, uses=uses, weights=weights, **sizes)
 
 
 def _allocated(run: Callable[[], Any]) -> tuple[Any, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,15 +19,16 @@ from dpulr.model.batches import call_on_copy, choose, count, join, row, syntheti
 from dpulr.model.black_box import BlackBox
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.losses import LossFunction
+from dpulr.model.moved_weights import put_back_later
 from dpulr.model.quantised import DYNAMIC, is_dynamic
-from dpulr.model.scratch import NO_SCRATCH, Place, Scratch
+from dpulr.model.scratch import NO_SCRATCH, Place, Scratch, equal_bits
 from dpulr.model.value_reads import Seen, observe
 
 _SEED = 20_240_229  # public: only synthetic inputs depend on it
 _LARGEST = 300
 _ROOM = 64 * 2**20
 """No larger batch is tried than one whose pass returns so many bytes: a step has no larger passes either (mechanisms/chunks.py)."""
-_LOUD = 4.0
+_LOUD, _SHAKEN = 4.0, 1_000.0
 _KEPT = {5: (1, 3), 7: (1, 3, 5), 11: (1, 3, 4, 6, 8)}
 """Sizes of batches, and the records that stay while the others change: some lie before them, between them and after them."""
 
@@ -53,10 +55,11 @@ def check_rows(
         if first.losses.shape != (check.records,):
             raise ModelRefused(
                 f"the loss function must return one value per record: for {check.records} records it returned shape "
-                f"{tuple(first.losses.shape)}. Pass reduction='none', and average what a record has of its own."
+                f"{tuple(first.losses.shape)}. {_one_per_record(first.losses, check.records)}"
             )
         written = check.refuse_state(first)
         if seen.reads is None:
+            check.find_records(first)
             crowd = check.crowd(min(largest, _ROOM // seen.bytes))
             check.refuse_mixing(crowd)
             for keep in (1.0, 0.0):
@@ -66,7 +69,8 @@ def check_rows(
             check.refuse_state_after_others(first, written)
             with other_weights(model.parameters(), keep=0.0, noise=_LOUD):  # a threshold that nothing reaches hides what it keeps
                 check.refuse_state(check.run(check.batch))
-                check.refuse_mixing(None)
+                if seen.reads is None:
+                    check.refuse_mixing(None)
     if not bool(torch.isfinite(first.losses).all()):
         raise ModelRefused(
             f"the loss is {first.losses[~torch.isfinite(first.losses)][0].item()} before the first step, on synthetic inputs "
@@ -84,6 +88,17 @@ class _Crowd:
     sources: Tensor
 
 
+def _one_per_record(losses: Tensor, records: int) -> str:
+    """What to do about a loss of another shape."""
+    if losses.dim() > 1 and len(losses) == records:
+        axes = "1" if losses.dim() == 2 else str(tuple(range(1, losses.dim())))
+        return (
+            f"Average over what a record has of its own, with .mean({axes}): "
+            f"lambda output, target: loss_fn(output, target).mean({axes})."
+        )
+    return "Pass reduction='none', so that losses of records are not averaged."
+
+
 class _Check:
     """The batches that are compared, and the comparisons."""
 
@@ -95,11 +110,23 @@ class _Check:
         self.kept = torch.tensor(_KEPT[self.records])
         self._make = partial(synthetic, example, generator=torch.Generator().manual_seed(_SEED), device=device)
         self.batch, self.others = self._make(self.records), self._make(self.records)
+        self.axes: list[int] = []
 
     def run(self, batch: Any, kept: Tensor | None = None, *, noted: bool = False, fresh: bool = True) -> _Run:
         """A pass from the state that the model had at the start; or, if not `fresh`, from what the pass before has left."""
         kept = self.kept if kept is None else kept
-        return _Run(self.model, self.loss_fn, batch, kept, self.seen, self.start if fresh else NO_SCRATCH, noted=noted)
+        scratch = self.start if fresh else NO_SCRATCH
+        return _Run(self.model, self.loss_fn, batch, kept, self.seen, scratch, noted=noted, axes=self.axes)
+
+    def find_records(self, first: _Run) -> None:
+        """Which axis of each output counts the records: the first, unless another one is as long as there are records."""
+        fewer = self.tried(choose(self.batch, self.kept), torch.arange(len(self.kept)))
+        if fewer is not None:
+            sizes = self.records, len(self.kept)
+            first.axes[:] = self.axes[:] = [
+                next((axis for axis, lengths in enumerate(zip(a.shape, b.shape, strict=False)) if lengths == sizes), 0)
+                for a, b in zip(_outputs(first), _outputs(fewer), strict=False)
+            ]
 
     def tried(self, batch: Any, kept: Tensor | None = None, *, fresh: bool = True) -> _Run | None:
         """None if the run raises: a black box may refuse values out of its range, or that other weights give it, or sizes."""
@@ -115,8 +142,23 @@ class _Check:
         self.run(self.batch, fresh=False)
         written = self.start.written()
         _refuse_difference(self.model, first, self.run(self.batch, noted=True, fresh=False), _state(written), _FRESH)
+        self._shake(written)
+        _refuse_difference(self.model, first, self.tried(self.batch, fresh=False), _state(written), _FRESH)
         self.start.put_back()
         return written
+
+    def _shake(self, written: list[Place]) -> None:
+        """Put noise on what a pass has written of its records: a state that decides little by itself shows then."""
+        before = [[tensor.clone() for tensor in place.tensors()] for place in written]
+        self.tried(self.others, fresh=False)
+        generator = torch.Generator().manual_seed(_SEED)
+        with torch.inference_mode():
+            for place, copies in zip(written, before, strict=True):
+                for tensor, copy in zip_longest(place.tensors(), copies):
+                    if tensor is None or not tensor.is_floating_point() or tensor.requires_grad:
+                        continue
+                    if copy is None or not equal_bits(tensor, copy):  # the same for all records: a table that was made once, say
+                        tensor.add_(torch.randn(tensor.shape, generator=generator).to(tensor), alpha=_SHAKEN)
 
     def refuse_state_after_others(self, first: _Run, written: list[Place]) -> None:
         """The same after other records, fewer ones, and in eval mode: running statistics show there only."""
@@ -163,17 +205,12 @@ def other_weights(weights: Iterable[nn.Parameter], *, keep: float, noise: float 
     """The model with `keep` times these weights plus noise, for a while: what a layer that starts at zero hides shows here."""
     generator = torch.Generator().manual_seed(_SEED)
     parameters = [p for p in weights if p.is_floating_point()]
-    copies = [p.detach().clone() for p in parameters]
-    try:
+    with put_back_later(parameters):
         with torch.no_grad():
             for p in parameters:
                 random = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
                 p.mul_(keep).add_(random, alpha=noise / max(1, p[0].numel() if p.dim() > 1 else 1) ** 0.5)
         yield
-    finally:
-        with torch.no_grad():
-            for p, copy in zip(parameters, copies, strict=True):
-                p.copy_(copy)
 
 
 class _Run:
@@ -189,9 +226,10 @@ class _Run:
         scratch: Scratch,
         *,
         noted: bool = False,
+        axes: Sequence[int] = (),
     ) -> None:
         self._again = partial(_Run, model, loss_fn, batch, kept, seen, scratch, noted=True)
-        self.kept = kept
+        self.kept, self.axes = kept, list(axes)
         self._calls: list[tuple[str, Any, Any]] | None = None
         handles = self._noted(model) if noted else []
         one_by_one, size = seen.reads is not None, count(batch)
@@ -227,6 +265,12 @@ class _Run:
         other.kept = kept
         return other
 
+    @property
+    def kept_outputs(self) -> list[Tensor]:
+        """Of each tensor that the model returns, what belongs to the kept records."""
+        axes = [*self.axes, *[0] * len(_outputs(self))]
+        return [leaf.index_select(axis, self.kept.to(leaf.device)) for leaf, axis in zip(_outputs(self), axes, strict=False)]
+
     def _noted(self, model: nn.Module) -> list[Any]:
         calls = self._calls = []
 
@@ -241,6 +285,10 @@ class _Run:
             if is_dynamic(module) or not any(True for _ in module.children())
         ]
         return [nn.Module.register_forward_hook(module, note(name)) for name, module in innermost]  # TorchScript has it forbidden
+
+
+def _outputs(run: _Run) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(run.output) if isinstance(leaf, Tensor) and leaf.dim() > 0]
 
 
 def _called(model: nn.Module, inputs: Any, scratch: Scratch) -> Any:
@@ -278,7 +326,7 @@ def _refuse_difference(model: nn.Module, first: _Run, second: _Run | None, what:
     if second is None:
         return
     advice = _ADVICE if advice is None else advice
-    if _same(choose(first.output, first.kept), choose(second.output, second.kept)):
+    if _same(first.kept_outputs, second.kept_outputs):
         if _same(first.losses[first.kept], second.losses[second.kept]):
             return
         raise ModelRefused(f"the loss function {what}. {_LOSS_ADVICE}")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING: Any = object()
@@ -35,6 +36,10 @@ class Place(NamedTuple):
         if self.of_script:
             return getattr(self.module, self.key)
         return (self.module._buffers if self.is_buffer else vars(self.module)).get(self.key, _MISSING)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that are there now."""
+        return [leaf for leaf in pytree.tree_leaves(self.get()) if isinstance(leaf, Tensor)]
 
     @property
     def of_script(self) -> bool:
@@ -134,7 +139,7 @@ class _Kept:
         if now is not self.value and not anew:
             return True
         if self.copy is not None:
-            return not _equal(now, self.copy)
+            return not equal_bits(now, self.copy)
         if isinstance(now, dict):
             return len(now) != len(self.items) or any(key not in now or kept.differs(now[key]) for key, kept in self.items)
         if isinstance(now, list | tuple):
@@ -155,7 +160,7 @@ class _Kept:
         return self.value
 
 
-def _equal(first: Tensor, second: Tensor) -> bool:
+def equal_bits(first: Tensor, second: Tensor) -> bool:
     """Bit for bit, but for the kind of NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False

@@ -1,12 +1,14 @@
 """Parameters that a pass uses several times: a layer that is called again, layers whose parameters are tied.
 
-A record's gradient in such a parameter is the sum over all uses, and that sum is what is bounded. Only exact gradients can be
-added up so; there is no joint hidden direction for them.
+A record's gradient in such a parameter is the sum over all uses, and that sum is what is bounded. For exact gradients it is added
+up (`SharedSite`). For hidden directions a layer that is called again is moved as one move of its weights would move it, in all of
+its calls (`RepeatedSite`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +130,58 @@ class SharedSite(Site):
 
     def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
         raise TypeError("shared parameters are added over all uses: add_joint")
+
+
+@dataclass(frozen=True)
+class JointCall(Call):
+    """All calls of a layer in one pass, as one: the mean of the inputs. `shares` (calls, records): how much each call has of it."""
+
+    shares: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], *, constant: bool) -> JointCall:
+        """`constant`: the layer has a bias, as if each input had a 1 more."""
+        inputs = torch.stack([call.input for call in calls])
+        mean = inputs.mean(0)
+        shares = torch.einsum("cnd,nd->cn", inputs.flatten(2), mean.flatten(1)) + float(constant)
+        length = shares.square().mean(0, keepdim=True).sqrt()
+        return cls((mean,), {}, calls[0].output, shares=torch.where(length > 0, shares / length, 1).nan_to_num(1, 1, 1))
+
+
+class RepeatedSite(SharedSite):
+    """A linear layer or convolution that a pass calls several times, under hidden directions.
+
+    With x the mean of a record's inputs, its weights move by a multiple of z x^T: the call with input x_t moves by z times x . x_t,
+    brought to a mean square of 1 over the calls. What the record adds is b z x^T, as if the layer had been called once, with x. So
+    it is bounded as for one call, and where the input is the same in all calls, the estimate is that of all of them together.
+    """
+
+    def __init__(self, members: Sequence[Site], subspace: int | None = None) -> None:
+        self._one = members[0].within(subspace)
+        super().__init__(members)
+        self.kept, self.reduced, self.dim, self.full_dim = self._one.kept, self._one.reduced, self._one.dim, self._one.full_dim
+
+    def within(self, subspace: int | None) -> Site:
+        return RepeatedSite(self.members, subspace)
+
+    def _axes(self) -> tuple[int, int]:
+        return self._one.width, self._one.positions
+
+    @property
+    def size(self) -> int:
+        return self._one.size
+
+    def joint(self, calls: Sequence[Call]) -> JointCall:
+        return JointCall.of(calls, constant="bias" in self._one.parameters)
+
+    def gains(self, call: Call) -> Tensor:
+        return self._one.gains(call)
+
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
+        self._one.add(call, signal, scale, part, finite=finite, precise=precise)
+
+    def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
+        self._one.lift(part, basis, {name: into[key] for name, key in self._keys[0].items()})
 
 
 def _shaped(site: Site, call: Call, signal: Tensor) -> Tensor:

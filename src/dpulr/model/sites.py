@@ -193,7 +193,7 @@ class OutputSite(Site):
         return slope.flatten(1)
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
-        return self.rule.norms(call, self._shaped(signal, call))
+        return self.rule.norms(call, self.shaped(signal, call))
 
     def gains(self, call: Call) -> Tensor:
         return self.rule.gains(call)
@@ -209,11 +209,11 @@ class OutputSite(Site):
         if precise:
             call, scaled = call.doubled(), scaled.double()
         if part.dtype == scaled.dtype:
-            self.rule.add_gradient(call, self._shaped(scaled, call), self._views(part))
+            self.rule.add_gradient(call, self.shaped(scaled, call), self._views(part))
             return
         for start in range(0, len(scaled), SUMMED_TOGETHER):
             total = torch.zeros(self.size, dtype=signal.dtype, device=signal.device)
-            rows = call.rows(start, start + SUMMED_TOGETHER), self._shaped(scaled[start : start + SUMMED_TOGETHER], call)
+            rows = call.rows(start, start + SUMMED_TOGETHER), self.shaped(scaled[start : start + SUMMED_TOGETHER], call)
             self.rule.add_gradient(*rows, self._views(total))
             part += total
 
@@ -228,7 +228,7 @@ class OutputSite(Site):
         parts = part.split_with_sizes(self._sizes)
         return {name: view.view(shape) for (name, shape), view in zip(self._shapes.items(), parts, strict=True)}
 
-    def _shaped(self, signal: Tensor, call: Call) -> Tensor:
+    def shaped(self, signal: Tensor, call: Call) -> Tensor:
         """A flat signal in the shape of this call's output, of which the last axis may be smaller (a subspace)."""
         lead = call.output.shape[1:-1]
         return signal.view(-1, *lead, signal.shape[1] // numel(lead))

@@ -29,7 +29,7 @@ class Layer:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """A known layer, a program, or any module with parameters of its own, be they behind a parametrization: it is run as a whole."""
+    """A known layer, a program, or any module with parameters of its own, even behind a parametrization: it is run as a whole."""
     own = any(True for _ in module.parameters(recurse=False))
     return own or has_rule(module) or is_parametrized(module) or is_program(module)
 

@@ -24,6 +24,7 @@ from dpulr.model.scratch import Scratch
 
 _SEED = 20_240_229  # public: only synthetic inputs depend on it
 _RECORDS = 2
+_FROM_NOTHING = frozenset({"arange", "eye", "full", "linspace", "ones", "zeros"})  # none of these takes a tensor
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def observe(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], d
 
 
 class _Constants:
-    """Tensors that no record has a part in: parameters, buffers, and what is computed of them alone.
+    """Tensors that no record has a part in: parameters, buffers, zeros and ones, and what is computed of them alone.
 
     Told by their storage; they are held, so that no other tensor gets it. A tensor that came in any other way is none of them.
     """
@@ -118,7 +119,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        constant = self.constants.has(_tensors((args, kwargs)))
+        constant = self.constants.has(_tensors((args, kwargs))) or func.overloadpacket.__name__ in _FROM_NOTHING
         draws = draws_numbers(func, args, kwargs)
         self.draws |= draws
         if not constant:

@@ -34,7 +34,7 @@ def _import_users_code(settings: Settings) -> None:
     """A user's module may register a mechanism, and the kind of release that the ledger holds. Where it fails, it is not needed,
     or whoever needs it says so."""
     for path in (settings.dataset, settings.model, settings.mechanism):
-        if ":" in path:
+        if ":" in path and path.partition(":")[0] not in ("csv", "parquet"):
             with contextlib.suppress(UsageError):
                 user_module(path.partition(":")[0])
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,21 +14,27 @@ from torch import nn
 from torch.utils.data import Subset
 
 from dpulr import data, mechanisms, models
+from dpulr.data.table_schema import TableSchema
+from dpulr.data.tables import KINDS, read_table
 from dpulr.errors import RunError, UsageError
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
 from dpulr.runs.folder import open_config
 from dpulr.runs.settings import Settings
 from dpulr.scores import Scores, score
+from dpulr.temperature import tempered
 from dpulr.user_code import named, user_module
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": models.mlp, "resnet5": models.resnet5}
+_TABLE_MODELS: dict[str, tuple[int, ...]] = {"auto": (), "mlp": (64, 32)}  # their hidden layers
 _MODEL_OF = {"mnist": "mlp", "fashion-mnist": "mlp", "cifar10": "resnet5"}
 
 
 def load_data(settings: Settings) -> tuple[Any, Any]:
     """Training and test set; with a holdout, both from the training set."""
-    if ":" not in settings.dataset:
+    if is_table(settings):
+        train, test = _tables(settings)
+    elif ":" not in settings.dataset:
         train, test = data.load(settings.dataset)
     else:
         pair = _call(settings.dataset, {})
@@ -37,15 +43,42 @@ def load_data(settings: Settings) -> tuple[Any, Any]:
         train, test = pair
     if not settings.holdout:
         return train, test
+    if settings.test is not None:
+        raise UsageError("give --holdout or --test, not both.")
     border = len(train) - settings.holdout
     if border < 1:
         raise UsageError(f"holdout is {settings.holdout}, but there are only {len(train)} training records.")
     return Subset(train, range(border)), Subset(train, range(border, len(train)))
 
 
+def is_table(settings: Settings) -> bool:
+    return settings.dataset.partition(":")[0] in KINDS and ":" in settings.dataset
+
+
+def table_schema(settings: Settings) -> TableSchema:
+    if settings.schema is None:
+        kind, _, file = settings.dataset.partition(":")
+        raise UsageError(
+            f"{kind}: needs --schema, a file that says what everybody may know of the columns. 'dpulr data schema {file}' "
+            "drafts one."
+        )
+    return TableSchema.read(settings.schema, settings.label)
+
+
+def _tables(settings: Settings) -> tuple[Any, Any]:
+    kind, _, file = settings.dataset.partition(":")
+    schema = table_schema(settings)
+    test = None if settings.test is None else read_table(settings.test, schema)
+    return read_table(file, schema, kind=kind), test
+
+
 def make_model(settings: Settings) -> nn.Module:
     """The model with its initial weights. A user's function gets `seed` if it has such a parameter."""
     name = settings.model
+    if is_table(settings) and name in _TABLE_MODELS:
+        schema = table_schema(settings)
+        sizes = [len(schema.features), *_TABLE_MODELS[name], len(schema.target.categories) or 1]
+        return models.mlp(sizes, seed=settings.seed)
     if name == "auto":
         name = _MODEL_OF.get(settings.dataset, "")
         if not name:
@@ -81,13 +114,14 @@ def make_mechanism(settings: Settings) -> Mechanism:
         raise UsageError(str(problem)) from problem
 
 
+def make_unit(settings: Settings) -> str | Callable[[Any], Any] | None:
+    """Who a record belongs to: the name of a column, or a function of a record."""
+    return settings.unit if settings.unit is None or ":" not in settings.unit else users_function(settings.unit)
+
+
 def _call(path: str, offered: Mapping[str, Any]) -> Any:
     """Call package.module:function with those of the offered arguments that it takes."""
-    module_name, _, function_name = path.partition(":")
-    module = user_module(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
+    function = users_function(path)
     try:
         taken = inspect.signature(function).parameters
         return function(**{name: value for name, value in offered.items() if name in taken})
@@ -95,16 +129,28 @@ def _call(path: str, offered: Mapping[str, Any]) -> Any:
         raise UsageError(f"{path} failed: {named(problem)}") from problem
 
 
+def users_function(path: str) -> Callable[..., Any]:
+    """package.module:function."""
+    module_name, _, function_name = path.partition(":")
+    function = getattr(user_module(module_name), function_name, None)
+    if not callable(function):
+        raise UsageError(f"the module {module_name!r} has no function {function_name!r}.")
+    return cast(Callable[..., Any], function)
+
+
 # --- a run's model ------------------------------------------------------------------------------------------------------
 class TrainedModel:
-    """Call it with inputs as a numpy array, scaled as the data set is; it returns one row of scores per record."""
+    """Call it with inputs as a numpy array, scaled as the data set is; it returns one row of scores per record.
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.model, self.settings = model.eval(), settings
+    The scores are the model's outputs over the run's `temperature`, which is 1 where none was fitted.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, temperature: float = 1.0) -> None:
+        self.model, self.settings, self.temperature = model.eval(), settings, temperature
 
     def __call__(self, inputs: Any) -> np.ndarray:
         with torch.inference_mode():
-            return np.asarray(self.model(torch.as_tensor(np.asarray(inputs))))
+            return np.asarray(tempered(self.model, self.temperature)(torch.as_tensor(np.asarray(inputs))))
 
     def classes(self, inputs: Any) -> np.ndarray:
         """The class with the highest score, for each record."""
@@ -115,7 +161,7 @@ class TrainedModel:
         settings = self.settings if dataset is None else replace(self.settings, dataset=dataset, holdout=0)
         _, test = load_data(settings)
         try:
-            return score(self.model, test)
+            return score(tempered(self.model, self.temperature), test)
         except (RuntimeError, ValueError) as problem:
             raise UsageError(f"the model does not fit the data set {settings.dataset}: {problem}") from problem
 
@@ -127,5 +173,5 @@ def load(run: Path | str) -> TrainedModel:
     if not any((folder / name).exists() for name in (checkpoint.MODEL, checkpoint.CHECKPOINT)):
         raise RunError(f"{folder} has no model yet.")
     model = make_model(settings)
-    checkpoint.load_model(folder, model)
-    return TrainedModel(model, settings)
+    about = checkpoint.load_model(folder, model)
+    return TrainedModel(model, settings, float(about.get("temperature", 1.0)))

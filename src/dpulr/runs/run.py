@@ -7,12 +7,11 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from dpulr import accounting
 from dpulr.accounting.disk_ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
@@ -20,17 +19,18 @@ from dpulr.accounting.events import Charge
 from dpulr.distributed.launch import restarted
 from dpulr.distributed.ranks import join
 from dpulr.engine import PrivacyEngine
-from dpulr.errors import DataError, Interrupted, InvalidArgument, PrivacyRefusal, RunError, UsageError
+from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
 from dpulr.files import append_line, replace_file, replace_json, sync_folder
 from dpulr.model.batches import call_model
 from dpulr.runs import checkpoint
 from dpulr.runs import result as results
+from dpulr.runs.evaluation import Evaluation, make_evaluation, make_loss
 from dpulr.runs.folder import CONFIG, METRICS, RESULT, UNPROTECTED, locked, open_config
 from dpulr.runs.loading import load_data, make_model
 from dpulr.runs.process import Clock, Stop, seconds_before
 from dpulr.runs.settings import Settings
 from dpulr.runs.training import Training
-from dpulr.scores import Scores, score
+from dpulr.temperature import is_temperature, tempered
 
 _CHECKPOINT_SECONDS = 60.0
 
@@ -61,9 +61,10 @@ def start(
                 f"this run would have no guarantee ({_why_none(training.engine)}). "
                 "If that is what you want, add --allow-uncertified."
             )
-        training.engine.ranks.shared(lambda: _check_evaluation(training, test))
+        evaluation = make_evaluation(settings, test)
+        training.engine.ranks.shared(lambda: evaluation.check(training.model))
         view.note(f"writing to {folder}")
-        training.engine.use_ledger(lambda: _create(folder, settings, training.engine, held))
+        training.engine.use_ledger(lambda: _create(folder, training, held))
         clock.end("setup")
         return _trained(folder, training, test, view, clock, stop, show_unprotected=show_unprotected)
 
@@ -93,7 +94,7 @@ def resume(
         open_end = target_epsilon is not None and steps is None
         training = Training(settings, train, make_model(settings), round=resumes + 1, open_end=open_end)
         engine = training.engine
-        applied = _restore(folder, training, *ledgers)
+        about = _restore(folder, training, *ledgers)
         engine.use_ledger(lambda: ledgers[0])
         if steps is not None and engine.planned_steps < steps:
             raise PrivacyRefusal(
@@ -109,7 +110,7 @@ def resume(
         else:
             ranks.shared(lambda: _go_on(folder, training, test, *ledgers))
         clock.end("setup")
-        return _trained(folder, training, test, view, clock, stop, applied=applied, show_unprotected=show_unprotected)
+        return _trained(folder, training, test, view, clock, stop, about=about, show_unprotected=show_unprotected)
 
 
 def _check_new(folder: Path) -> None:
@@ -132,39 +133,49 @@ def _open(folder: Path, target_epsilon: float | None, held: ExitStack) -> tuple[
     return settings, ledger
 
 
-def _restore(folder: Path, training: Training, ledger: DiskLedger | None = None) -> int:
-    """Put the last checkpoint, which rank 0 reads, into the training of every rank. Returns how many updates it holds."""
+def _restore(folder: Path, training: Training, ledger: DiskLedger | None = None) -> dict[str, Any]:
+    """Put the last checkpoint, which rank 0 reads, into the training of every rank. Returns what was saved about it."""
     model, optimizer = training.model, training.optimizer
 
-    def read() -> tuple[dict[str, Any], dict[str, Any], int]:
+    def read() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         assert ledger is not None
         about = checkpoint.load_training(folder, run=ledger.start.run, model=model, optimizer=optimizer)
         if int(about.get("entries", 0)) > ledger.entries:
             raise PrivacyRefusal(f"{folder / checkpoint.CHECKPOINT} is newer than the ledger: entries are missing there.")
-        return model.state_dict(), optimizer.state_dict(), int(about.get("applied", 0))
+        return model.state_dict(), optimizer.state_dict(), about
 
-    weights, state, applied = training.engine.ranks.shared(read)
+    weights, state, about = training.engine.ranks.shared(read)
     if ledger is None:
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
     training.engine.parameters_changed(public=True)  # what a run has saved, it has released
-    return applied
+    training.engine.fitted.load_state(about.get("mechanism", {}))
+    return about
 
 
 def _go_on(folder: Path, training: Training, test: Any, ledger: DiskLedger) -> None:
-    _check_evaluation(training, test)
+    make_evaluation(training.settings, test).check(training.model)
     _forget_result(folder)
-    ledger.record_resume(budget=training.settings.target_epsilon, planned_steps=training.engine.planned_steps)
+    ledger.record_resume(budget=training.settings.target_epsilon, planned_steps=training.planned_charges)
 
 
 def _trained(
-    folder: Path, training: Training, test: Any, view: View, clock: Clock, stop: Stop, *, applied: int = 0, show_unprotected: bool
+    folder: Path,
+    training: Training,
+    test: Any,
+    view: View,
+    clock: Clock,
+    stop: Stop,
+    *,
+    about: Mapping[str, Any] | None = None,
+    show_unprotected: bool,
 ) -> dict[str, Any]:
     """The steps that are left. Rank 0 writes and shows; the others take their part of each step, and end with it."""
     ledger, engine = training.engine.ledger, training.engine
     if isinstance(ledger, DiskLedger):
-        run = _Run(folder=folder, training=training, test=test, ledger=ledger, view=view, clock=clock, stop=stop, applied=applied)
-        run.show_unprotected = show_unprotected
+        evaluation = make_evaluation(training.settings, test, ledger)
+        run = _Run(folder, training, evaluation, ledger, view, clock, stop, show_unprotected=show_unprotected)
+        run.applied, run.temperature = int((about or {}).get("applied", 0)), float((about or {}).get("temperature", 1.0))
         return run.train()
     stop.at_once = False
     for _ in training.steps():
@@ -180,17 +191,8 @@ def _resumed(settings: Settings, ledger: DiskLedger, target_epsilon: float | Non
         noise_multiplier=ledger.start.noise_multiplier,
         rejection_threshold=ledger.start.rejection_threshold,
         target_epsilon=ledger.budget if target_epsilon is None else target_epsilon,
-        steps=ledger.planned_steps if steps is None else steps,
+        steps=ledger.planned_steps - (settings.temperature is not None) if steps is None else steps,
     )
-
-
-def _check_evaluation(training: Training, test: Any) -> None:
-    """A test part that can't be evaluated must fail before the first charge, not after it."""
-    try:
-        score(training.model, test)
-    except Exception as problem:
-        text = str(problem) if isinstance(problem, DataError | InvalidArgument) else f"{type(problem).__name__}: {problem}"
-        raise UsageError(f"the test part can't be evaluated, and nothing was charged: {text}") from problem
 
 
 def _why_none(engine: PrivacyEngine) -> str:
@@ -198,8 +200,9 @@ def _why_none(engine: PrivacyEngine) -> str:
     return "; ".join(spent.reasons)
 
 
-def _create(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitStack) -> DiskLedger:
+def _create(folder: Path, training: Training, held: ExitStack) -> DiskLedger:
     """The folder appears with its config, its ledger and its lock, or not at all."""
+    settings, engine = training.settings, training.engine
     config = settings.to_json()
     begin = Start(
         run=secrets.token_hex(8),
@@ -208,7 +211,7 @@ def _create(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitS
         rejection_threshold=engine.plan.rejection_threshold,
         target_epsilon=settings.target_epsilon,
         target_delta=settings.target_delta,
-        planned_steps=engine.planned_steps,
+        planned_steps=training.planned_charges,
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.{begin.run}.part")
@@ -232,30 +235,32 @@ def _forget_result(folder: Path) -> None:
     sync_folder(folder)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Run:
     """One process's part of a run: its steps, evaluations and checkpoints, and the result at its end."""
 
     folder: Path
     training: Training
-    test: Any
+    evaluation: Evaluation
     ledger: DiskLedger
     view: View
     clock: Clock
     stop: Stop
+    _: KW_ONLY
     show_unprotected: bool = False
     applied: int = 0  # updates that the weights have kept, those of earlier processes included
+    temperature: float = 1.0  # what the outputs of these weights are divided by
     _saved_at: int = field(default=-1, init=False)
-    _scores: Scores | None = field(default=None, init=False)
+    _figures: dict[str, Any] = field(default_factory=dict, init=False)
 
     def train(self) -> dict[str, Any]:
         settings, engine = self.training.settings, self.training.engine
         planned, first = engine.planned_steps, engine.steps_taken
-        every = max(1, planned // settings.evaluations)
-        self.view.begin(results.overview(settings, engine, self.ledger, self.folder))
+        every = max(1, planned // settings.evaluations) if settings.evaluations else planned
+        self.view.begin(results.overview(settings, engine, self.ledger, self.folder, self.training.planned_charges))
         self.stop.at_once = False
         for inputs, targets in self.training.steps():
-            self.applied += 1
+            self.applied, self.temperature = self.applied + 1, 1.0
             self.clock.end("steps")
             if self.show_unprotected:
                 self._unprotected(inputs, targets)
@@ -267,20 +272,29 @@ class _Run:
                 self._checkpoint()
             if engine.ranks.any(self.stop.requested):
                 break
-        if self._scores is None or self._saved_at != engine.steps_taken:
+        if settings.temperature is not None and engine.steps_taken >= engine.planned_steps:
+            self._fit_temperature()
+        if self._saved_at != engine.steps_taken:
             self._evaluate()
             if engine.steps_taken > first:
                 self._checkpoint()
         return self._finish()
 
+    def _fit_temperature(self) -> None:
+        """Once: what a process that failed has charged for it is spent, and is not spent again."""
+        if not is_temperature(self.ledger.last):
+            self.temperature = self.training.fit_temperature()
+            self.clock.end("steps")
+
     def _evaluate(self) -> None:
         engine = self.training.engine
-        self._scores = score(self.training.model, self.test)
+        figures = self.evaluation.figures(tempered(self.training.model, self.temperature))
+        self._figures = figures or self._figures
         spent = engine.privacy_spent()
         self.clock.end("evaluation")
         values = {
             "step": engine.steps_taken,
-            **self._scores.figures(),
+            **figures,
             "epsilon": spent.epsilon,
             "learning_rate": self.training.learning_rate(),
             "process": self.ledger.resumes,
@@ -298,6 +312,8 @@ class _Run:
             "applied": self.applied,
             "entries": ledger.entries,
             "head": ledger.head,
+            "mechanism": self.training.engine.fitted.state(),
+            "temperature": self.temperature,
         }
         checkpoint.save_training(self.folder, model=self.training.model, optimizer=self.training.optimizer, about=about)
         self._saved_at = ledger.steps
@@ -306,21 +322,31 @@ class _Run:
     def _unprotected(self, inputs: Any, targets: Any) -> None:
         """Not covered by the guarantee: kept apart from everything else, and marked."""
         with torch.no_grad():
-            loss = cross_entropy(call_model(self.training.model, inputs), targets).item() if len(targets) else None
+            losses = make_loss(self.training.settings)(call_model(self.training.model, inputs), targets)
+            loss = losses.mean().item() if len(losses) else None
         values = {"unprotected": True, "step": self.ledger.steps, "batch_size": len(targets), "training_loss": loss}
         append_line(self.folder / UNPROTECTED, values)
         self.view.unprotected(values)
         self.clock.end("unprotected")
 
     def _finish(self) -> dict[str, Any]:
-        assert self._scores is not None
         settings, engine = self.training.settings, self.training.engine
         done = engine.steps_taken >= engine.planned_steps
-        result = results.result(settings, engine, self.ledger, self._scores, done=done, applied=self.applied)
+        result = results.result(
+            settings,
+            engine,
+            self.ledger,
+            self._figures,
+            done=done,
+            applied=self.applied,
+            planned=self.training.planned_charges,
+            temperature=self.temperature,
+        )
+        result.update(self.evaluation.details(tempered(self.training.model, self.temperature)))
         earlier = seconds_before(self.folder / METRICS, self.ledger.resumes)
         result["seconds"] = round(earlier + self.clock.total(), 2)
         result["unprotected_shown"] = (self.folder / UNPROTECTED).exists()
-        state = {key: result[key] for key in ("run", "steps", "guarantee", "epsilon", "delta", "version")}
+        state = {key: result[key] for key in ("run", "steps", "guarantee", "epsilon", "delta", "version", "temperature")}
         checkpoint.write(self.folder / checkpoint.MODEL, self.training.model.state_dict(), state)
         replace_json(self.folder / RESULT, result)
         if not done:

@@ -15,6 +15,7 @@ from dpulr.errors import UsageError
 from dpulr.runs.old_configs import upgraded
 
 Check = Callable[[str, Any], object]
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop")
 
 
 def _option(default: Any, help: str, check: Check | None = None) -> Any:
@@ -55,7 +56,13 @@ class Settings:
     Their help texts are those of `dpulr train --help`.
     """
 
-    dataset: str = _option("mnist", "Data set: mnist, fashion-mnist, cifar10, or package.module:function returning (train, test).")
+    dataset: str = _option(
+        "mnist",
+        "Data set: mnist, fashion-mnist, cifar10, csv:FILE or parquet:FILE, or package.module:function returning (train, test).",
+    )
+    schema: str | None = _option(None, "csv: and parquet: the TOML file that says what is public of the columns.")
+    label: str | None = _option(None, "csv: and parquet: the column to predict, if the schema does not name it.")
+    test: str | None = _option(None, "csv: and parquet: another file, with test records. They count as public.")
     model: str = _option("auto", "Model: auto (by data set), mlp, resnet5, or package.module:function.")
     mechanism: str = _option(
         "hidden-direction", "hidden-direction, gaussian, gradient or zeroth-order; paper (nominal only); or package.module:name."
@@ -72,14 +79,33 @@ class Settings:
     noise_multiplier: float | None = _option(None, "Noise, instead of the calibrated one. The budget still holds.", _noise)
     learning_rate: float = _option(0.4, "Learning rate at the start.", validate.positive)
     momentum: float = _option(0.9, "Momentum of SGD.", _momentum)
+    optimizer: str = _option("sgd", f"{', '.join(OPTIMIZERS)}.", _word(*OPTIMIZERS))
+    loss: str = _option(
+        "auto", "cross-entropy, squared, absolute, zero-one, or package.module:function. auto: cross-entropy, squared for numbers."
+    )
+    device: str = _option("cpu", "Where the model is and the passes run: cpu, cuda, mps, ...")
     schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
-    holdout: int = _option(0, "Test on the last n training records instead: for choosing settings.", _at_least(0))
+    temperature: float | None = _option(
+        None, "Share of the budget for a temperature of the outputs, fitted after the last step: such as 0.02.", validate.fraction
+    )
+    holdout: int = _option(
+        0, "Test on the last n training records. They count as public, unless --evaluation-epsilon is given.", _at_least(0)
+    )
+    evaluation_epsilon: float | None = _option(
+        None, "Test records are private: accuracies get noise, and all of them cost this share of the budget.", validate.positive
+    )
     sampling: str = _option("poisson", "poisson; or shuffle, for which no guarantee is known.", _word("poisson", "shuffle"))
     rejection_threshold: int | str = _option(0, "Draw batches below this size again: a number, or auto.", _threshold)
     min_dataset_size: int | None = _option(None, "Public lower bound on the size of the data set, for rejection.", _at_least(1))
+    unit: str | None = _option(
+        None, "Protect people rather than records: the column that names the person, or package.module:function of a record."
+    )
+    max_per_person: int = _option(8, "With --unit: the most records of a person in a step, chosen at random.", _at_least(1))
     seed: int = _option(0, "Public randomness only: initial weights, subspaces.", _at_least(0))
     insecure_noise_seed: int | None = _option(None, "Repeatable noise, for tests: voids the guarantee.", _at_least(0))
-    evaluations: int = _option(20, "How often the held-out data is evaluated and a checkpoint written.", _at_least(1))
+    evaluations: int = _option(
+        20, "How often the held-out data is evaluated and a checkpoint written; 0: never evaluated.", _at_least(0)
+    )
     mechanism_options: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "Further settings of the mechanism, by --set mechanism.NAME=VALUE."}
     )
@@ -90,6 +116,15 @@ class Settings:
             if value is not None and item.metadata.get("check") is not None:
                 item.metadata["check"](item.name, value)
             object.__setattr__(self, item.name, value)
+        if self.temperature is not None and self.target_epsilon is None:
+            raise UsageError("temperature is a share of the budget: give target_epsilon, too.")
+        if self.target_epsilon is not None and (self.evaluation_epsilon or 0) >= self.target_epsilon * (
+            1 - (self.temperature or 0)
+        ):
+            raise UsageError(
+                f"evaluation_epsilon is {self.evaluation_epsilon:g}; it is a share of target_epsilon, {self.target_epsilon:g}, "
+                "so it must be smaller."
+            )
         if self.seed >= 2**32:
             raise UsageError(f"seed is {self.seed}; it must be a whole number from 0 to 2^32 - 1.")
 
@@ -119,6 +154,10 @@ class Settings:
             raise UsageError(f"there is no setting {unknown[0]!r}. The settings are: {', '.join(NAMES)}, mechanism.NAME.{writer}")
         if values.get("mechanism") == "paper":
             values = {**_papers_setting(values, own), **values}
+        if str(values.get("dataset", "")).startswith(("csv:", "parquet:")):
+            values.setdefault("mechanism", "gradient")  # the model is linear, or a small network: exact gradients learn most
+        if values.get("evaluation_epsilon") is not None:
+            values.setdefault("evaluations", 1)  # each costs a part of the share
         return cls(**values, mechanism_options=own)
 
 
@@ -194,6 +233,11 @@ def _table(value: object) -> Mapping[str, Any]:
 def keys_of(sets: Iterable[str]) -> list[str]:
     """The settings that `key=value` pairs name."""
     return [name for name, _ in map(_pair, sets)]
+
+
+def pairs_of(sets: Iterable[str]) -> list[tuple[str, Any]]:
+    """Names and values of `key=value` pairs."""
+    return [_pair(text) for text in sets]
 
 
 def _pair(text: str) -> tuple[str, Any]:

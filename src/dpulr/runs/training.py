@@ -16,9 +16,11 @@ from torch.utils.data import Dataset
 from dpulr import __version__
 from dpulr.accounting.events import Release
 from dpulr.engine import PrivacyEngine
-from dpulr.runs.loading import load_data, make_mechanism, make_model
+from dpulr.errors import UsageError
+from dpulr.runs.evaluation import make_evaluation, make_loss, make_optimizer
+from dpulr.runs.loading import load_data, make_mechanism, make_model, make_unit
 from dpulr.runs.settings import Settings
-from dpulr.scores import score
+from dpulr.temperature import check_classifier, fit_temperature, tempered
 
 Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
 
@@ -33,18 +35,18 @@ class Training:
     def __init__(
         self, settings: Settings, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False
     ) -> None:
-        self.settings, self.model = settings, model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+        self.settings, self.model = settings, model.to(_device(settings))
+        self.optimizer = make_optimizer(settings, model)
         self.engine = PrivacyEngine(
             model,
             self.optimizer,
             train,
-            nn.CrossEntropyLoss(reduction="none"),
+            make_loss(settings),
             mechanism=make_mechanism(settings),
             batch_size=settings.batch_size,
             epochs=settings.epochs if settings.steps is None and not open_end else None,
             steps=None if open_end else settings.steps,
-            target_epsilon=settings.target_epsilon,
+            target_epsilon=_share_of_training(settings),
             target_delta=settings.target_delta,
             noise_multiplier=settings.noise_multiplier,
             sampling=settings.sampling,  # type: ignore[arg-type]
@@ -52,7 +54,28 @@ class Training:
             min_dataset_size=settings.min_dataset_size,
             seed=settings.seed + 1_000_003 * round,
             insecure_noise_seed=settings.insecure_noise_seed,
+            unit=make_unit(settings),
+            max_per_person=settings.max_per_person,
         )
+        if settings.temperature is not None:
+            self._check_temperature()
+
+    def _check_temperature(self) -> None:
+        """Before anything is charged."""
+        if self.engine.ranks.size > 1:
+            raise UsageError("a temperature is fitted by one process: leave out --temperature, or train on one.")
+        check_classifier(self.engine)
+
+    @property
+    def planned_charges(self) -> int:
+        """The planned steps, and one for the temperature."""
+        return self.engine.planned_steps + (self.settings.temperature is not None)
+
+    def fit_temperature(self) -> float:
+        """What the outputs of the trained model are to be divided by."""
+        budget = _share_of_training(replace(self.settings, temperature=None))
+        assert budget is not None
+        return fit_temperature(self.engine, target_epsilon=budget)
 
     def learning_rate(self) -> float:
         """That of the next step."""
@@ -81,6 +104,7 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         if progress is not None:
             progress(engine.steps_taken, engine.planned_steps, model)
     seconds, processor = time.perf_counter() - ready, time.process_time() - processor
+    temperature = 1.0 if settings.temperature is None else training.fit_temperature()
     spent = engine.privacy_spent()
     return {
         "settings": settings.to_dict(),
@@ -89,9 +113,10 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
         "delta": spent.delta,
         "statement": str(spent),
         "steps": engine.steps_taken,
+        "temperature": temperature,
         "sample_rate": engine.sample_rate,
         "noise_multiplier": engine.noise_multiplier,
-        **score(model, test).figures(),
+        **make_evaluation(settings, test, engine.ledger).figures(tempered(model, temperature)),
         "setup_seconds": round(ready - started, 2),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(processor, 2),
@@ -100,10 +125,33 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
     }
 
 
+def _share_of_training(settings: Settings) -> float | None:
+    """What noisy evaluations and a temperature leave of the budget. Epsilon of the former is pure: it adds up (docs/theory.md)."""
+    if settings.target_epsilon is None:
+        return None
+    return settings.target_epsilon * (1 - (settings.temperature or 0.0)) - (settings.evaluation_epsilon or 0.0)
+
+
+def _device(settings: Settings) -> torch.device:
+    try:
+        device = torch.device(settings.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        raise UsageError(f"device is {settings.device!r}, which torch can't use here: {str(problem).splitlines()[0]}") from problem
+    return device
+
+
 def release_of(settings: Settings, train: Dataset[Any]) -> Callable[[float], Release]:
     """What a step of these settings releases, for a given noise: as training makes it, with the model's own layers."""
     probe = replace(
-        settings, batch_size=1, steps=1, target_epsilon=None, noise_multiplier=1.0, rejection_threshold=0, sampling="poisson"
+        settings,
+        batch_size=1,
+        steps=1,
+        target_epsilon=None,
+        noise_multiplier=1.0,
+        rejection_threshold=0,
+        sampling="poisson",
+        temperature=None,
     )
     engine = Training(probe, train, make_model(settings)).engine
     return partial(engine.mechanism.release, engine.forward.sites)

@@ -50,6 +50,14 @@ class Call:
         args, kwargs = pytree.tree_unflatten(kept, spec)
         return Call(args, kwargs, self.output[start:stop], self.per_record)
 
+    def chosen(self, rows: Tensor) -> Call:
+        """The same call for these of its records."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        args, kwargs = pytree.tree_unflatten(
+            [leaf[rows] if marked else leaf for leaf, marked in zip(leaves, self.per_record, strict=True)], spec
+        )
+        return Call(args, kwargs, self.output[rows], self.per_record)
+
     def doubled(self) -> Call:
         """The same call with its floats in float64."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))

@@ -57,7 +57,9 @@ def gather(folder: Path, name: str) -> RunData:
     settings, config = open_config(folder)
     ledger = DiskLedger.open(folder, ledger_digest(config), growing=True)
     result = _result(folder, ledger)
-    spent = accounting.privacy_spent(ledger.charges, ledger.start.target_delta, **_public(result))
+    spent = accounting.privacy_spent(
+        ledger.charges, ledger.start.target_delta, **_public(result), evaluation_epsilon=ledger.evaluation_epsilon
+    )
     metrics = read_lines(folder / METRICS)
     return RunData(
         name=name,
@@ -65,7 +67,7 @@ def gather(folder: Path, name: str) -> RunData:
         settings=settings,
         ledger=ledger,
         spent=spent,
-        planned_epsilon=_planned(ledger),
+        planned_epsilon=_planned(ledger, settings),
         result=result,
         accuracy=_points(metrics, "test_accuracy"),
         loss=_points(metrics, "test_loss"),
@@ -93,12 +95,13 @@ def _public(result: dict[str, Any]) -> dict[str, Any]:
     return {"public_size": size if isinstance(size, int) else None, "schema": schema if isinstance(schema, str) else None}
 
 
-def _planned(ledger: DiskLedger) -> float | None:
+def _planned(ledger: DiskLedger, settings: Settings) -> float | None:
     """Epsilon of the planned steps, those to come being like the newest of those taken."""
     charges = ledger.charges
     if not charges:
         return None
-    return accounting.planned_epsilon(charges, charges[-1].step, ledger.planned_steps, ledger.start.target_delta)
+    planned = accounting.planned_epsilon(charges, charges[-1].step, ledger.planned_steps, ledger.start.target_delta)
+    return None if planned is None else planned + max(settings.evaluation_epsilon or 0.0, ledger.evaluation_epsilon)
 
 
 def _points(lines: Sequence[dict[str, Any]], key: str) -> Points:
@@ -118,13 +121,15 @@ def _epsilon_curve(ledger: DiskLedger, end: float) -> Points:
     last = ledger.steps
     steps = sorted({round(last * k / _CURVE_POINTS) for k in range(_CURVE_POINTS + 1)} | ({1} if last else set()))
     delta = ledger.start.target_delta
-    return [(float(k), end if k == last else accounting.epsilon(ledger.charges_after(k), delta)) for k in steps]
+    evaluations = ledger.evaluation_epsilon  # counted from the start: when they were made does not matter
+    return [(float(k), end if k == last else accounting.epsilon(ledger.charges_after(k), delta) + evaluations) for k in steps]
 
 
 def _profile(ledger: DiskLedger) -> Points:
     """(delta, epsilon), where epsilon is finite."""
     deltas = sorted({*_DELTAS, ledger.start.target_delta})
-    return [(d, e) for d, e in accounting.privacy_profile(ledger.charges, deltas) if math.isfinite(e)]
+    profile = accounting.privacy_profile(ledger.charges, deltas)
+    return [(d, e + ledger.evaluation_epsilon) for d, e in profile if math.isfinite(e)]
 
 
 def _seconds(metrics: Path) -> dict[str, float]:

@@ -1,0 +1,89 @@
+"""A black box held by real Ray actors, in a process of its own; prints what it found as JSON. `python ray_box.py FOLDER`.
+
+Each actor writes its process number into a file when it begins. One is killed in the middle of a training; another box hangs once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+from torch import nn
+
+import dpulr
+from dpulr.errors import BlackBoxError
+from tests.support.core import engine, points
+
+STEPS, KILLED_AFTER = 6, 2
+
+
+def steps(x: np.ndarray) -> np.ndarray:
+    """Flat almost everywhere."""
+    return np.round(4 * x) / 4
+
+
+def announced(folder: Path) -> Callable[[np.ndarray], np.ndarray]:
+    (folder / str(os.getpid())).touch()
+    return steps
+
+
+def hanging_once(folder: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """Hangs in the first actor, and works in those that are started after it."""
+    first = not (folder / "hung").exists()
+    (folder / "hung").touch()
+    return (lambda x: time.sleep(600) or x) if first else steps
+
+
+def failing() -> Callable[[np.ndarray], np.ndarray]:
+    def function(x: np.ndarray) -> np.ndarray:
+        raise ValueError("the board is full")
+
+    return function
+
+
+def trained(box: nn.Module, after_step: Callable[[int], None] = lambda number: None) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), box, nn.Linear(4, 3))
+    private = engine(model, points(40), mechanism=dpulr.HiddenDirection(repeats=2, radius=0.5), steps=STEPS, insecure_noise_seed=3)
+    for batch in private.batches():
+        private.step(*batch)
+        after_step(private.steps_taken)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def main(folder: Path) -> dict[str, object]:
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    actors, calls = folder / "actors", folder / "calls"
+    actors.mkdir()
+    box = dpulr.BlackBox.ray(partial(announced, actors), (4,), actors=2, batch_size=10, name="steps", ray_options={"num_cpus": 0})
+    killed: list[int] = []
+
+    def kill(number: int) -> None:
+        if number == KILLED_AFTER:
+            killed.append(min(int(path.name) for path in actors.iterdir()))
+            os.kill(killed[0], signal.SIGKILL)
+
+    several = trained(box, kill)
+    found = {"equal": several == trained(dpulr.BlackBox(steps, (4,))), "processes": len(list(actors.iterdir()))}
+    calls.mkdir()
+    options = {"timeout": 5.0, "retries": 2, "backoff": 0.1, "ray_options": {"num_cpus": 0}}
+    slow = dpulr.BlackBox.ray(partial(hanging_once, calls), (4,), actors=1, **options)
+    found["after_hanging"] = slow(torch.full((1, 4), 0.3)).tolist()
+    try:
+        dpulr.BlackBox.ray(failing, (4,), actors=1, ray_options={"num_cpus": 0})(torch.zeros(1, 4))
+    except BlackBoxError as problem:
+        found["failing"] = str(problem)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))
