@@ -36,10 +36,13 @@ UNIT = "reproduction.datasets:mnist_unit"
 def paper_run(method: Method, batch_size: int, sigma0: float = 0.0, **changes: Any) -> Run:
     """The settings of one run. `sigma` and `remedy` are options of DP-ULR; everything else is a field of `Settings`.
 
-    "exact" is not the paper's: what DP-ULR estimates, with C = 1 per layer, under the same optimizer and noise, without an error.
+    "exact" is not the paper's: what DP-ULR estimates, without an error, under the same optimizer, with noise of sigma0 times the
+    bound of each layer (`clip`, 1 if not given).
     """
     forward = method in ("dp-ulr", "ulr")
     options = {"sigma": changes.pop("sigma", SIGMA), "remedy": changes.pop("remedy", "extra-noise")} if forward else {}
+    if method == "exact":
+        options = {"clip": changes.pop("clip", 1.0)}
     if method == "dp-sgd" and changes.get("model") == "resnet5":
         options["mode"] = "hooks"  # ghost clipping makes a matrix of positions x positions: not for convolutions
     values: dict[str, Any] = {
@@ -137,8 +140,8 @@ def _engine_steps(settings: Settings, model: nn.Module, optimizer: torch.optim.O
         mechanism = Paper(target_std=settings.noise_multiplier, repeats=settings.repeats or REPEATS, **settings.mechanism_options)
     else:
         layers = sum(isinstance(module, nn.Linear) for module in model.modules())
-        joint = math.sqrt(layers)  # a bound of 1 for each layer
-        mechanism = Gradient(max_grad_norm=joint, clipping="per-layer")
+        joint = math.sqrt(layers)  # the bounds of all layers together, in bounds of one
+        mechanism = Gradient(max_grad_norm=joint * settings.mechanism_options["clip"], clipping="per-layer")
         noise = {"noise_multiplier": (settings.noise_multiplier or 0.0) / joint}
     engine = dpulr.PrivacyEngine(
         model,

@@ -152,7 +152,7 @@ def studies() -> dict[str, Study]:
         Study(
             "readings",
             "MNIST, held-out records: what the paper leaves open, at two settings of table 1",
-            (*paper_tables.READINGS, paper_tables.EXACT),
+            (*paper_tables.READINGS, *paper_tables.EXACT),
             by_seed(lambda label, seed, choice: paper_tables.reading_runs(label, seed, choice.epochs)),
             lambda choice: paper_tables.readings(choice.seeds, choice.epochs),
             changeable=False,
