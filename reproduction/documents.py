@@ -19,6 +19,7 @@ from reproduction import (
     figure_bound,
     losses,
     options,
+    paper_claims,
     paper_figures,
     paper_tables,
     public_features,
@@ -42,6 +43,8 @@ def paper_parts() -> dict[str, str]:
     cifar = [run for label in paper_tables.CIFAR for run in paper_tables.cifar_runs(label, 0, CIFAR_EPOCHS)]
     repeats = [run for batch in (64, 500) for run in paper_tables.repeats_runs(batch, 4.0, 0, REPEATS_EPOCHS)]
     return {
+        "claims": paper_claims.claims(),
+        "readings": paper_tables.readings(),
         "table1": paper_tables.table1(),
         "differences": paper_tables.differences(),
         "torch-start": paper_tables.torch_start(),

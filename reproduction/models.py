@@ -28,6 +28,11 @@ def torch_start(seed: int) -> nn.Module:
     return model
 
 
+def gelu_at_the_end(seed: int) -> nn.Module:
+    """The small MLP read to the letter: "each employing GELU activations", the last layer too."""
+    return nn.Sequential(models.mlp(seed=seed), nn.GELU())
+
+
 class Steps(nn.Module):
     """A box in numpy that knows 0 and 1 only: no gradient passes it, and a small change mostly changes nothing."""
 

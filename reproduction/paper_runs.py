@@ -7,6 +7,7 @@ not state is a setting here: the repeats K and the standard deviation of the inj
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from torch import nn
 
 import dpulr
 from dpulr.accounting.events import Charge, SampledStep
+from dpulr.mechanisms import Gradient, Mechanism
 from dpulr.paper.mechanism import Paper
 from dpulr.paper.nominal import PaperRelease, nominal_of
 from dpulr.runs import loading
@@ -24,7 +26,7 @@ from dpulr.runs.settings import Settings
 from reproduction.opacus import plain_steps, private_steps
 from reproduction.run import Progress, Run
 
-Method = Literal["dp-ulr", "dp-sgd", "ulr", "sgd"]
+Method = Literal["dp-ulr", "dp-sgd", "ulr", "sgd", "exact"]
 DELTA = 1e-5
 DECAY, DECAY_EPOCHS = 0.85, 10
 REPEATS, SIGMA = 16, 1.0  # ours: chosen on the last 10,000 training records
@@ -32,35 +34,42 @@ UNIT = "reproduction.datasets:mnist_unit"
 
 
 def paper_run(method: Method, batch_size: int, sigma0: float = 0.0, **changes: Any) -> Run:
-    """The settings of one run. `sigma` is an option of DP-ULR; everything else is a field of `Settings`."""
+    """The settings of one run. `sigma` and `remedy` are options of DP-ULR; everything else is a field of `Settings`.
+
+    "exact" is not the paper's: what DP-ULR estimates, without an error, under the same optimizer, with noise of sigma0 times the
+    bound of each layer (`clip`, 1 if not given).
+    """
     forward = method in ("dp-ulr", "ulr")
-    options = {"sigma": changes.pop("sigma", SIGMA), "remedy": "extra-noise"} if forward else {}
+    options = {"sigma": changes.pop("sigma", SIGMA), "remedy": changes.pop("remedy", "extra-noise")} if forward else {}
+    if method == "exact":
+        options = {"clip": changes.pop("clip", 1.0)}
     if method == "dp-sgd" and changes.get("model") == "resnet5":
         options["mode"] = "hooks"  # ghost clipping makes a matrix of positions x positions: not for convolutions
     values: dict[str, Any] = {
         "dataset": UNIT,
         "model": "mlp",
-        "mechanism": "paper" if forward else "opacus" if method == "dp-sgd" else "sgd",
+        "mechanism": {"dp-sgd": "opacus", "sgd": "sgd", "exact": "gradient"}.get(method, "paper"),
         "repeats": changes.pop("repeats", REPEATS) if forward else None,
         "batch_size": batch_size,
         "epochs": 25,
         "target_epsilon": None,
         "noise_multiplier": sigma0,
-        "learning_rate": 0.01 if forward else 0.1,
+        "learning_rate": 0.01 if forward or method == "exact" else 0.1,
         "momentum": 0.0,
         "schedule": "constant",
         "sampling": "shuffle",
         "mechanism_options": options,
     }
-    changes.pop("repeats", None)
-    changes.pop("sigma", None)
+    for of_dp_ulr in ("repeats", "sigma", "remedy"):
+        changes.pop(of_dp_ulr, None)
     return Run(Settings(**(values | changes)), "paper")
 
 
 def method_of(description: Mapping[str, Any]) -> Method:
     if description["mechanism"] == "paper":
         return "dp-ulr" if description["noise_multiplier"] else "ulr"
-    return "dp-sgd" if description["mechanism"] == "opacus" else "sgd"
+    names: dict[str, Method] = {"opacus": "dp-sgd", "gradient": "exact"}
+    return names.get(description["mechanism"], "sgd")
 
 
 def train(settings: Settings, progress: Progress) -> dict[str, Any]:
@@ -107,7 +116,7 @@ def train(settings: Settings, progress: Progress) -> dict[str, Any]:
 
 def _steps(settings: Settings, model: nn.Module, data: Any, steps: int) -> tuple[torch.optim.Optimizer, Iterator[None]]:
     """The optimizer, and what takes one step for each item."""
-    if settings.mechanism == "paper":
+    if settings.mechanism in ("paper", "gradient"):
         adam = torch.optim.Adam(model.parameters(), lr=settings.rate)
         return adam, _engine_steps(settings, model, adam, data, steps)
     torch.manual_seed(settings.seed)
@@ -121,9 +130,20 @@ def _steps(settings: Settings, model: nn.Module, data: Any, steps: int) -> tuple
 
 
 def _engine_steps(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, steps: int) -> Iterator[None]:
-    """DP-ULR by the engine; without noise plain ULR, clipped all the same: the heavy tails of the losses end it otherwise."""
-    repeats = settings.repeats if isinstance(settings.repeats, int) else REPEATS
-    mechanism = Paper(target_std=settings.noise_multiplier, repeats=repeats, **settings.mechanism_options)
+    """DP-ULR, or what it estimates, by the engine.
+
+    Without noise plain ULR, clipped all the same: the heavy tails of the losses end it otherwise.
+    """
+    noise: dict[str, Any] = {}
+    mechanism: Mechanism
+    if settings.mechanism == "paper":
+        repeats = settings.repeats if isinstance(settings.repeats, int) else REPEATS
+        mechanism = Paper(target_std=settings.noise_multiplier, repeats=repeats, **settings.mechanism_options)
+    else:
+        layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+        joint = math.sqrt(layers)  # the bounds of all layers together, in bounds of one
+        mechanism = Gradient(max_grad_norm=joint * settings.mechanism_options["clip"], clipping="per-layer")
+        noise = {"noise_multiplier": (settings.noise_multiplier or 0.0) / joint}
     engine = dpulr.PrivacyEngine(
         model,
         optimizer,
@@ -134,6 +154,7 @@ def _engine_steps(settings: Settings, model: nn.Module, optimizer: torch.optim.O
         steps=steps,
         sampling="shuffle",
         seed=settings.seed,
+        **noise,
     )
     for batch in engine.batches():
         engine.step(*batch)

@@ -23,6 +23,25 @@ CIFAR = {"dp-sgd": (64, 1.0), "50:5": (1_000, 5.0), "25:8": (2_000, 8.0), "25:4"
 CIFAR_REPEATS = 2
 REPEAT_STUDY = (4, 16, 64)
 ZEROTH_ORDER_RATE = 30.0  # held-out accuracy after 3 epochs: 34, 58, 77 and 80 % at 1, 3, 10 and 30
+HOLDOUT = 10_000
+READINGS: dict[str, tuple[str, dict[str, Any]]] = {  # what the paper leaves open; the first is what the other tables have
+    "k16": ("K = 16", {"repeats": 16}),
+    "k64": ("K = 64", {"repeats": 64}),
+    "k256": ("K = 256", {"repeats": 256}),
+    "torch-start": ("K = 64, torch's initial weights", {"repeats": 64, "model": "reproduction.models:torch_start"}),
+    "gelu-end": ("K = 64, GELU at the last layer, too", {"repeats": 64, "model": "reproduction.models:gelu_at_the_end"}),
+    "small-sigma": ("K = 64, sigma 0.3", {"repeats": 64, "sigma": 0.3}),
+    "large-sigma": ("K = 64, sigma 3", {"repeats": 64, "sigma": 3.0}),
+    "scaled": ("K = 64, inputs of mean 0 and variance 1", {"repeats": 64, "dataset": "mnist"}),
+    "parameters": ("K = 64, noise in the parameters", {"repeats": 64, "remedy": "parameters"}),
+}
+EXACT: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # no readings: what DP-ULR estimates, without an error; and all of it clipped, as long estimates are
+    "exact": ("exact gradients instead of estimates (not the paper's)", {}),
+    "exact-short": ("exact gradients, all brought to length C (not the paper's)", {"clip": 1e-3}),
+}
+READ_AT = ((64, 1.0), (200, 4.0))  # where the readings are compared: batch, sigma0
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------------
@@ -51,6 +70,12 @@ def cifar_runs(label: str, seed: int, epochs: int = EPOCHS, **changes: Any) -> l
 
 def repeats_runs(batch: int, sigma0: float, seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:
     return [table1_runs(batch, sigma0, seed, epochs, **(changes | {"repeats": repeats}))[0] for repeats in REPEAT_STUDY]
+
+
+def reading_runs(reading: str, seed: int, epochs: int = EPOCHS) -> list[Run]:
+    """DP-ULR under one reading of the paper, on held-out training records, or what it estimates."""
+    changes: dict[str, Any] = {"epochs": epochs, "seed": seed, "holdout": HOLDOUT} | (READINGS | EXACT)[reading][1]
+    return [paper_run("exact" if reading in EXACT else "dp-ulr", *place, **changes) for place in READ_AT]
 
 
 def baseline_runs(seed: int, epochs: int = EPOCHS) -> list[Run]:
@@ -131,6 +156,20 @@ def baselines(seeds: int = SEEDS, epochs: int = EPOCHS) -> str:
             name = {"sgd": "SGD", "ulr": "ULR"}[method_of(first["run"])] if paper else first["run"]["mechanism"]
             rows.append([name, "no privacy" if paper else f"{first['epsilon']:.3f}", accuracy(results)])
     return table(["method", "epsilon", "validation"], rows)
+
+
+def readings(seeds: int = 1, epochs: int = EPOCHS) -> str:
+    """Held-out accuracy under each reading, and how far the paper's number is."""
+    rows = []
+    for reading, (words, _) in (READINGS | EXACT).items():
+        row = [words]
+        for place, results in zip(READ_AT, _by_method([reading_runs(reading, seed, epochs) for seed in range(seeds)]), strict=True):
+            points = [100 * result["test_accuracy"] for result in results]
+            gap = f"{statistics.mean(points) - TABLE1[place[0]][place[1]][1]:+.1f}" if points else "-"
+            row += [f"{_spread(points)} ({len(points)})" if points else "-", gap]
+        rows.append(row)
+    heads = [part for batch, sigma0 in READ_AT for part in (f"batch {batch}, sigma0 {sigma0:g}", "minus the paper's")]
+    return table(["reading", *heads], rows)
 
 
 def growth(settings: Sequence[tuple[int, float]] = tuple(SETTINGS.values())) -> str:

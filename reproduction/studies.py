@@ -162,6 +162,14 @@ def studies() -> dict[str, Study]:
             usual=("64:4", "500:4"),
         ),
         Study(
+            "readings",
+            "MNIST, held-out records: what the paper leaves open, at two settings of table 1",
+            (*paper_tables.READINGS, *paper_tables.EXACT),
+            by_seed(lambda label, seed, choice: paper_tables.reading_runs(label, seed, choice.epochs)),
+            lambda choice: paper_tables.readings(choice.seeds, choice.epochs),
+            changeable=False,
+        ),
+        Study(
             "cifar",
             "CIFAR-10, ResNet-5: DP-SGD, and DP-ULR at 1/q:sigma0",
             tuple(paper_tables.CIFAR),
