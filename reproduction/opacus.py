@@ -39,7 +39,7 @@ class Batches(Dataset[Any]):
         return self.inputs[index], self.targets[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        rows = torch.tensor(indices)
+        rows = torch.tensor(indices, dtype=torch.int64)
         return [self.inputs.index_select(0, rows), self.targets.index_select(0, rows)]
 
 
