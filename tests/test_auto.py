@@ -17,10 +17,10 @@ from torch.utils.data import TensorDataset
 import dpulr
 from dpulr import auto
 from dpulr.auto import Layer, Task, choose, layers_of
-from dpulr.chosen import seconds_per_step, shapes
 from dpulr.errors import InvalidArgument
+from dpulr.parts.task import shapes
 from dpulr.runs import Settings
-from dpulr.runs.training import Training
+from dpulr.runs.training import Training, seconds_per_step
 from reproduction import auto_fit
 
 MLP = layers_of((784, 128, 64, 32, 10))

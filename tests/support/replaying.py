@@ -302,7 +302,7 @@ class Replay:
             warnings.simplefilter("always")
             with contextlib.redirect_stderr(out):
                 try:
-                    engine.records = Records(data, torch.device("cpu"))
+                    engine._drawing.records = Records(data, torch.device("cpu"))
                     for batch in engine.batches(1):
                         engine.step(*batch)
                 except Exception as problem:

@@ -70,7 +70,7 @@ class Watch:
 
 def _place() -> str:
     """The line of the user's program that is being run, in words."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
