@@ -20,6 +20,7 @@ from dpulr.auto import Layer, Task, choose, layers_of
 from dpulr.errors import InvalidArgument
 from dpulr.parts.task import shapes
 from dpulr.runs import Settings
+from dpulr.runs.config_files import read_config
 from dpulr.runs.training import Training, seconds_per_step
 from reproduction import auto_fit
 
@@ -182,5 +183,5 @@ def test_a_config_keeps_the_numbers(tmp_path: Path) -> None:
     text = Settings(learning_rate="0.25", batch_size="64").to_json()  # type: ignore[arg-type]
     path = tmp_path / "config.json"
     path.write_bytes(text)
-    found = Settings.build(dpulr.runs.settings.read_config(path))
+    found = Settings.build(read_config(path))
     assert (found.learning_rate, found.batch_size, found.repeats) == (0.25, 64, "auto")

@@ -11,7 +11,8 @@ import typer
 
 from dpulr.cli.options import Sets, takes_settings
 from dpulr.errors import UsageError
-from dpulr.runs.settings import Settings, keys_of
+from dpulr.runs.settings import Settings
+from dpulr.runs.values import keys_of
 
 if TYPE_CHECKING:
     from dpulr.accounting.events import Release

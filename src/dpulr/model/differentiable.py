@@ -17,7 +17,7 @@ from dpulr.model.batches import count, row
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Move
-from dpulr.model.row_independence import other_weights
+from dpulr.model.trials import other_weights
 
 _SEED = 20_240_304  # public: only synthetic directions depend on it
 _LINES, _POINTS, _REACH = 4, 16, 0.3
