@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from dpulr.accounting.planning import steps_of
 from dpulr.accounting.small_signal import likely_noise, likely_shift
+from dpulr.plan import steps_of
 
 Auto = Literal["auto"]
 MOMENTUM, SCHEDULE, EPOCHS = 0.9, "cosine", 10.0
