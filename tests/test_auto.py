@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,19 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr import auto
-from dpulr.auto import Layer, Task, choose, layers_of
+from dpulr.auto import Layer, Task, choose
 from dpulr.errors import InvalidArgument
 from dpulr.parts.task import shapes
 from dpulr.runs import Settings
 from dpulr.runs.config_files import read_config
 from dpulr.runs.training import Training, seconds_per_step
 from reproduction import auto_fit
+
+
+def layers_of(sizes: tuple[int, ...]) -> tuple[Layer, ...]:
+    """The layers of a multi-layer perceptron of these sizes."""
+    return tuple(Layer(a + 1, (a + 1) * b) for a, b in pairwise(sizes))
+
 
 MLP = layers_of((784, 128, 64, 32, 10))
 TASK = Task("gradient", 60_000, MLP, epochs=10)

@@ -116,6 +116,11 @@ class Mechanism(ABC):
         """What a user should know of these (settled) settings on this model, in sentences. Public."""
         return []
 
+    @property
+    def has_exact_part(self) -> bool:
+        """Whether layers that hide their directions and exact ones share a release: an audit then attacks both at once."""
+        return False
+
     @abstractmethod
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedMechanism[Any]:
         """The mechanism tied to a model and to a plan."""

@@ -53,12 +53,6 @@ def exact_layers(forward: Forward) -> dict[str, Judgement]:
     return {site.name: judge(forward, uses) for site, uses in zip(forward.sites, forward.uses, strict=True)}
 
 
-def is_differentiable(forward: Forward) -> bool:
-    """Whether exact gradients reach all layers. The first one that they do not reach ends the search."""
-    everywhere = range(len(forward.passes.layers))
-    return backward_refusal(forward, everywhere) is None and not any(_disagreement(forward, i) for i in everywhere)
-
-
 def backward_refusal(forward: Forward, indices: Sequence[int]) -> str | None:
     """Why no backward pass can be made to these layers, in words; None if it can, and a record's depends on that record alone."""
     probe, records = forward.probe, count(forward.probe[1])

@@ -25,12 +25,7 @@ class Watch:
         self._parameters, self._report = list(parameters), report
         self._own = False
         self._seen = self._fingerprint()
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch another optimizer from now on."""
-        self._hook.remove()
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_pre_hook(self._before_step)
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
