@@ -13,7 +13,7 @@ from typing import Any
 
 from dpulr import search, validate
 from dpulr.accounting import calibration, privacy_cost
-from dpulr.accounting.events import Charge
+from dpulr.accounting.events import Charge, SampledStep
 from dpulr.accounting.shortcuts import MakeRelease, release_maker
 from dpulr.errors import BudgetError, InvalidArgument
 from dpulr.plan import Plan, Request, certified_plan, epochs_of
@@ -115,12 +115,16 @@ class _Task:
         return certified_plan(request, self.release)
 
     def fits(self, **change: Any) -> bool:
-        return privacy_cost.epsilon(_charges(self.at(**change).plan()), self.delta) <= self.given["epsilon"]
+        return privacy_cost.epsilon(_charges(self.at(**change).plan()), self.delta) <= float(self.given["epsilon"])
+
+
+def _step(plan: Plan) -> SampledStep:
+    assert plan.step is not None  # there is noise
+    return plan.step
 
 
 def _charges(plan: Plan) -> list[Charge]:
-    assert plan.step is not None  # there is noise
-    return [Charge(plan.step, plan.steps)]
+    return [Charge(_step(plan), plan.steps)]
 
 
 def _solution(task: _Task, solved: str) -> Solution:
@@ -154,8 +158,7 @@ def _solve_epochs(task: _Task) -> _Task:
         plain = _solve_epochs(replace(task, threshold=0))
         task = replace(task, threshold=task.at(epochs=plain.given["epochs"]).plan().rejection_threshold)
     plan = task.at(epochs=1.0).plan()
-    (charge,) = _charges(plan)
-    most = calibration.max_steps(charge.step, target_epsilon=task.given["epsilon"], delta=task.delta)
+    most = calibration.max_steps(_step(plan), target_epsilon=task.given["epsilon"], delta=task.delta)
     if most == 0:
         raise BudgetError("Not even one step fits into this epsilon at this noise and batch size.")
     return task.at(epochs=epochs_of(most, plan.sample_rate))
