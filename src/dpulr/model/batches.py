@@ -67,7 +67,7 @@ def handed_out(batch: Any) -> Any:
 
 def _lazily(leaf: Tensor) -> Tensor:
     try:
-        return leaf._lazy_clone()  # type: ignore[no-any-return, attr-defined]
+        return leaf._lazy_clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # memory that is not torch's own
         return leaf.clone()
 
