@@ -35,7 +35,7 @@ from dpulr.mechanisms.base import WITH_MARGIN, Gradients, on_grid
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.membership import Membership, Unit
 from dpulr.misuse import Watch
-from dpulr.model.batches import call_on_copy, copied
+from dpulr.model.batches import call_on_copy, handed_out
 from dpulr.model.forward import sum_of_vectors
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
@@ -249,7 +249,7 @@ class PrivacyEngine:
                 waiting, self._ahead = self._ahead or self._drawn(), None
                 with self._reading_randomness() if self.records.runs_user_code else nullcontext():
                     batch, rows = waiting()
-                self._own, self._current = (batch, self._people_in(rows)), copied(batch)
+                self._own, self._current = (batch, self._people_in(rows)), handed_out(batch)
                 if self.records.read_ahead and self.ledger.steps < end:
                     self._ahead = self._drawn()
             yield self._current
