@@ -6,7 +6,6 @@ made of lies in `parts/`. The engine stops before the step that would exceed the
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,7 +47,6 @@ from dpulr.randomness import RandomSource
 from dpulr.records import Records
 
 _READ_AT_ONCE = 1_000
-_LOG = logging.getLogger("dpulr")
 
 
 @dataclass(frozen=True)
@@ -200,9 +198,8 @@ class PrivacyEngine:
         if against is not None:
             self._account.void(against)
         if self.ranks.rank == 0:
-            for note in self.notes if _LOG.isEnabledFor(logging.INFO) else ():
-                _LOG.info(note)
             setup.warn_of_weak_settings(self.plan, self.task, target_epsilon, stacklevel=2)
+            setup.advise(self.plan, lambda: self.notes, stacklevel=2)
 
     # --- training -----------------------------------------------------------------------------------------------------
     def batches(self, steps: int | None = None) -> Batches:

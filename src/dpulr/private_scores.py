@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from dpulr import validate
@@ -32,7 +33,7 @@ class HeldOut:
 
     def __init__(self, model: nn.Module, dataset: Dataset[Any], *, batch_size: int = 2_000) -> None:
         self._model, self._records, self._batch_size = model, Records(dataset, device_of(model)), batch_size
-        inputs, targets = self._records.example
+        inputs, targets = tree_map_only(Tensor, lambda leaf: leaf.to(device_of(model)), self._records.example)
         with evaluating(model), torch.inference_mode():
             outputs = call_model(model, inputs)
         fits = isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1

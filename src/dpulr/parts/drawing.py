@@ -11,7 +11,7 @@ import numpy as np
 from dpulr.distributed.ranks import Alone
 from dpulr.errors import StepError
 from dpulr.membership import Membership
-from dpulr.model.batches import copied
+from dpulr.model.batches import handed_out
 from dpulr.model.forward import Forward
 from dpulr.model.people import People
 from dpulr.parts.account import Account
@@ -59,7 +59,7 @@ class Drawing:
                 waiting, self._ahead = self._ahead or self._drawn(), None
                 with self._reading() if self.records.runs_user_code else nullcontext():
                     batch, rows = waiting()
-                self._own, self._current = (batch, self._people_in(rows)), copied(batch)
+                self._own, self._current = (batch, self._people_in(rows)), handed_out(batch)
                 if self.records.read_ahead and self._account.ledger.steps < end:
                     self._ahead = self._drawn()
             yield self._current
@@ -77,7 +77,7 @@ class Drawing:
         if self._current is None or inputs is not self._current[0] or targets is not self._current[1]:
             raise StepError(
                 "step() takes the current batch of engine.batches(), once, as it came. Another batch, or one used twice, was not "
-                "sampled the way the guarantee assumes."
+                "sampled the way the guarantee assumes. What changes records (augmentation) belongs into the data set."
             )
         planned = self._account.plan.steps
         if self.steps_taken >= planned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from dpulr.accounting.disk_ledger import ledger_at
 from dpulr.auto import MOMENTUM, Task, warnings_for
 from dpulr.distributed.facts import check_shareable, facts
 from dpulr.distributed.ranks import Alone, digest_of
-from dpulr.errors import DataError, InvalidArgument
+from dpulr.errors import Advice, DataError, InvalidArgument
 from dpulr.mechanisms import Mechanism
 from dpulr.mechanisms.base import FittedMechanism
 from dpulr.mechanisms.check import check_mechanism, is_foreign
@@ -26,6 +26,10 @@ from dpulr.model.losses import LossFunction
 from dpulr.model.weights import WeightFunction, lost_weights
 from dpulr.plan import Plan, Request
 from dpulr.randomness import RandomSource
+
+_WORTH_ADVICE = 50  # steps: to find the advice takes about as long as one or two
+_ADVISED: list[str] = []
+"""What was said to the user of this process; nothing is said twice."""
 
 
 # --- what is given --------------------------------------------------------------------------------------------------------
@@ -127,3 +131,12 @@ def warn_of_weak_settings(plan: Plan, task: Task, target_epsilon: float | None, 
     few = accounting.warnings_for(target_epsilon, plan.target_delta, plan.public_size, plan.unit)
     for sentence in few or warnings_for(task):
         warnings.warn(sentence, stacklevel=stacklevel + 1)
+
+
+def advise(plan: Plan, notes: Callable[[], list[str]], *, stacklevel: int) -> None:
+    """What a user should know of this mechanism on this model, once per process, where a run is long enough."""
+    if plan.event.reasons or plan.steps < _WORTH_ADVICE or _ADVISED:
+        return
+    for note in notes():
+        warnings.warn(note, Advice, stacklevel=stacklevel + 1)
+        _ADVISED.append(note)

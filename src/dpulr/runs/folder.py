@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from dpulr.accounting.disk_ledger import DiskLedger, Start, ledger_digest
 from dpulr.errors import PrivacyRefusal, UsageError
-from dpulr.files import replace_file, sync_folder, write_all
+from dpulr.files import replace_file, sync_folder
 from dpulr.plan import Plan
 from dpulr.runs.config_files import read_config
 from dpulr.runs.settings import IN_PROGRAM, Settings
@@ -45,13 +45,18 @@ def _import_users_code(settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, owner: str = "") -> Iterator[str]:
+def locked(folder: Path) -> Iterator[str]:
     """Hold the run. The operating system lets go of the lock when the process ends, however it ends.
 
-    The file names the run that it was made for (`owner`, given once); that name comes out. A file system that can't lock is
-    refused: a mere file in place of a lock would outlive a killed process.
+    The file names the run that it was made for (`create_folder`); that name comes out. It is read before the file is locked:
+    Windows lets nobody read it then. A file system that can't lock is refused: a mere file in place of a lock would outlive a
+    killed process.
     """
-    lock = FileLock(folder / LOCK, timeout=0, mode=0o644, fallback_to_soft=False)
+    path = folder / LOCK
+    owner = b""
+    with contextlib.suppress(OSError):
+        owner = path.read_bytes()[:100]
+    lock = FileLock(path, timeout=0, mode=0o644, fallback_to_soft=False, preserve_lock_file=True)
     try:
         lock.acquire()
     except Timeout as held:
@@ -59,14 +64,7 @@ def locked(folder: Path, owner: str = "") -> Iterator[str]:
             f"another process works on {folder}. Two at once would each spend the budget that the other counts on."
         ) from held
     try:
-        path = folder / LOCK
-        if owner:
-            handle = os.open(path, os.O_WRONLY)
-            try:
-                write_all(handle, owner.encode())
-            finally:
-                os.close(handle)
-        yield path.read_bytes()[:100].decode("ascii", "replace")
+        yield owner.decode("ascii", "replace")
     finally:
         lock.release()
 
@@ -78,7 +76,7 @@ def check_new(folder: Path) -> None:
 
 
 def create_folder(folder: Path, settings: Settings, plan: Plan, held: contextlib.ExitStack, *, planned_steps: int) -> DiskLedger:
-    """The folder appears with its config, its ledger and its lock, or not at all."""
+    """The folder appears with its config and its ledger, or not at all. Whoever takes it in that moment has it."""
     config = settings.to_json()
     begin = Start(
         run=secrets.token_hex(8),
@@ -93,14 +91,17 @@ def create_folder(folder: Path, settings: Settings, plan: Plan, held: contextlib
     draft = folder.with_name(f".{folder.name}.{begin.run}.part")
     draft.mkdir()
     try:
-        held.enter_context(locked(draft, begin.run))
+        replace_file(draft / LOCK, begin.run.encode())
         replace_file(draft / CONFIG, config)
         DiskLedger.create(draft, begin)
         sync_folder(draft)
+        if folder.exists():
+            folder.rmdir()  # it is empty; Windows renames no folder onto another
         os.replace(draft, folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+    held.enter_context(locked(folder))  # now: Windows renames no folder in which a file is open
     sync_folder(folder.parent)
     return DiskLedger.open(folder, begin.config)
 
