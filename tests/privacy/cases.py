@@ -393,9 +393,7 @@ def _rounding(mechanism: Any, case: Case) -> float:
 
     Its tests in test_findings.py are to fail; once they pass, this goes.
     """
-    if isinstance(mechanism, dpulr.HiddenDirection) and case.flat:
-        return math.inf
-    return 5e-3 if isinstance(mechanism, dpulr.ZerothOrder | CoordinateDifferences) else TOLERANCE
+    return TOLERANCE
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------------
