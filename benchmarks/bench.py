@@ -31,7 +31,7 @@ from reproduction.pages import table
 
 SLACK = 1.25
 GHOST, HOOKS, PLAIN = "Opacus, ghost", "Opacus, hooks", "plain SGD"
-ONE, FOUR = "hidden-direction, K = 1", "hidden-direction, K = 4"
+ONE, FOUR, GRADIENT = "hidden-direction, K = 1", "hidden-direction, K = 4", "gradient"
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ def goals() -> list[Goal]:
     for batch in (64, 200, 500, 2_000):
         case = f"mlp, batch {batch}"
         wanted += [Goal(case, ONE, 0.5, GHOST), Goal(case, ONE, 0.15 if batch == 64 else 0.05, HOOKS), Goal(case, FOUR, 1.3, GHOST)]
-        if batch > 64:
-            wanted.append(Goal(case, ONE, 1.2, PLAIN))
+        wanted += [Goal(case, ONE, 1.3, PLAIN), Goal(case, GRADIENT, 0.55, GHOST)]
     return [
         *wanted,
         Goal("resnet5, batch 500", ONE, 1.0, GHOST),
+        Goal("resnet5, batch 500", GRADIENT, 0.55, GHOST),
         Goal("mlp, batch 500", "gaussian, 16 pairs", 0.4, HOOKS),
         Goal("mlp, batch 500", "paper, K = 16", 2.0, "passes of paper, K = 16"),
         Goal("mlp, batch 500", "paper, K = 16", 0.1, "naive DP-ULR, K = 16"),
@@ -62,12 +62,13 @@ def goals() -> list[Goal]:
 
 def cases() -> dict[str, tuple[Any, Any, int, list[str]]]:
     """Name: (model, data, batch, peers)."""
-    few = [PLAIN, GHOST, HOOKS, ONE, "hidden-direction, K = 1, one-sided", FOUR, "floor of hidden-direction, K = 1"]
+    both_ways, many = "hidden-direction, K = 1, both ways", "hidden-direction, K = 16"
+    few = [PLAIN, GHOST, HOOKS, GRADIENT, ONE, both_ways, FOUR, many, "floor of hidden-direction, K = 1"]
     table: dict[str, tuple[Any, Any, int, list[str]]] = {
         f"mlp, batch {batch}": (dpulr.models.mlp, mnist_like, batch, few) for batch in (64, 200, 2_000)
     }
     table["mlp, batch 500"] = (dpulr.models.mlp, mnist_like, 500, list(peers()))
-    table["resnet5, batch 500"] = (dpulr.models.resnet5, cifar_like, 500, [PLAIN, GHOST, HOOKS, *few[3:6]])
+    table["resnet5, batch 500"] = (dpulr.models.resnet5, cifar_like, 500, [PLAIN, GHOST, HOOKS, GRADIENT, ONE, both_ways, FOUR])
     return table
 
 

@@ -149,7 +149,7 @@ def floor(repeats: int = 1, dims: int = 16) -> Callable[[nn.Module, TensorDatase
         layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
         weights = [layer.weight.detach().t().contiguous() for layer in layers]
         clean = [torch.randn(batch, weight.shape[0]) for weight in weights]
-        many = [torch.randn(2 * repeats * batch, weight.shape[0]) for weight in weights]
+        many = [torch.randn(repeats * batch, weight.shape[0]) for weight in weights]
         kept = [min(dims, weight.shape[1]) for weight in weights]
         bases = [torch.randn(m, weight.shape[1]) for m, weight in zip(kept, weights, strict=True)]
         size = sum(m * (weight.shape[0] + 1) for m, weight in zip(kept, weights, strict=True))
@@ -177,9 +177,11 @@ def peers() -> dict[str, Callable[[nn.Module, TensorDataset, int], Step]]:
         "plain SGD": plain,
         "Opacus, ghost": opacus("ghost"),
         "Opacus, hooks": opacus("hooks"),
-        "hidden-direction, K = 1": ours(hidden(antithetic=True)),
-        "hidden-direction, K = 1, one-sided": ours(hidden(antithetic=False)),
-        "hidden-direction, K = 4": ours(hidden(repeats=4, antithetic=True)),
+        "gradient": ours(dpulr.Gradient()),
+        "hidden-direction, K = 1": ours(hidden(repeats=1)),
+        "hidden-direction, K = 1, both ways": ours(hidden(repeats=1, antithetic=True)),
+        "hidden-direction, K = 4": ours(hidden(repeats=4)),
+        "hidden-direction, K = 16": ours(hidden(repeats=16)),
         "gaussian, 16 pairs": ours(dpulr.Gaussian(repeats=16)),
         "zeroth-order, 16 directions": ours(dpulr.ZerothOrder(repeats=16)),
         "paper, K = 16": ours(dpulr.Paper(target_std=NOISE, repeats=16, remedy="extra-noise"), None),

@@ -1,4 +1,4 @@
-"""Several processes of one thread each: seconds per step, and the bytes of a step. docs/scale.md shows what came out.
+"""Several processes of one core each: seconds per step, and the bytes of a step. docs/scale.md shows what came out.
 
     python -m benchmarks.ranks            # steps on 1, 2 and 4 processes, into reproduction/results/ranks.json: about ten minutes
     python -m benchmarks.ranks --bytes    # what a step sends, beside Opacus: seconds, and a busy machine does not matter
@@ -133,10 +133,11 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> Any:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
+    results, cores = context.SimpleQueue(), sorted(os.sched_getaffinity(0))
 
     def work(rank: int) -> None:
         torch.set_num_threads(1)
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a core for each: else one process draws its noise on another's
         if size > 1:
             dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         found = function(*args)

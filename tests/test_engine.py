@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.engine import Released
-from dpulr.errors import BudgetError, InvalidArgument, StepError
+from dpulr.errors import Advice, BudgetError, InvalidArgument, StepError
 from dpulr.randomness import GaussianNoise, RandomSource
 from tests.support.core import LOSS, Kept, accuracy, blobs, engine, gradient, rounded, small_mlp, state_of, train
 
@@ -38,6 +39,21 @@ def test_it_learns() -> None:
     assert spent.epsilon is not None
     assert 7.5 < spent.epsilon <= 8.0
     assert accuracy(network, blobs()) > 0.9
+
+
+def test_advice_is_given_once_and_only_for_runs_that_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpulr.engine._ADVISED", [])
+
+    def said(**changes: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine(small_mlp(), **{"insecure_noise_seed": None, "mechanism": "hidden-direction", "steps": 50, **changes})
+        return [str(warning.message) for warning in caught if warning.category is Advice]
+
+    assert said(steps=49) == said(mechanism="gradient") == said(insecure_noise_seed=1) == []
+    (sentence,) = said()
+    assert "can be differentiated from end to end: mechanism 'gradient'" in sentence
+    assert said() == []
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "Adagrad", "SGD"])

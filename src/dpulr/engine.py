@@ -6,7 +6,6 @@ before the step that would exceed the target epsilon.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,14 +28,14 @@ from dpulr.auto import choose, warnings_for
 from dpulr.chosen import make_optimizer, task_of
 from dpulr.distributed.facts import check_shareable, facts, gathered_records
 from dpulr.distributed.ranks import digest_of, join
-from dpulr.errors import BudgetError, DataError, InvalidArgument, StepError
+from dpulr.errors import Advice, BudgetError, DataError, InvalidArgument, StepError
 from dpulr.loops import Batches, Epochs
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, on_grid
 from dpulr.mechanisms.check import check_mechanism, is_foreign
 from dpulr.membership import Membership, Unit
 from dpulr.misuse import Watch
-from dpulr.model.batches import call_on_copy, copied
+from dpulr.model.batches import call_on_copy, handed_out
 from dpulr.model.forward import sum_of_vectors
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
@@ -50,7 +49,9 @@ from dpulr.randomness import RandomSource
 
 Batch = tuple[Any, Any]
 _READ_AT_ONCE = 1_000
-_LOG = logging.getLogger("dpulr")
+_WORTH_ADVICE = 50  # steps: to find the advice takes about as long as one or two
+_ADVISED: list[str] = []
+"""What was said to the user of this process; nothing is said twice."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +214,14 @@ class PrivacyEngine:
             start = {name: getattr(self.plan, name) for name in fixed}
             self.use_ledger(lambda: ledger_at(Path(ledger), planned_steps=self.plan.steps, **start))
         self._check_mechanism_from_outside(memory_limit, seed)
-        if _LOG.isEnabledFor(logging.INFO) and self.ranks.rank == 0:
-            for note in self.notes:
-                _LOG.info(note)
         if self.plan.public_size is not None and not self.plan.event.reasons and self.ranks.rank == 0:
             few = accounting.warnings_for(target_epsilon, target_delta, self.plan.public_size, self.plan.unit)
             for sentence in [*few, *([] if few else warnings_for(self.task))]:
                 warnings.warn(sentence, stacklevel=2)
+        if not self.plan.event.reasons and self.ranks.rank == 0 and self.planned_steps >= _WORTH_ADVICE and not _ADVISED:
+            for note in self.notes:
+                warnings.warn(note, Advice, stacklevel=2)
+                _ADVISED.append(note)
 
     # --- training -----------------------------------------------------------------------------------------------------
     def batches(self, steps: int | None = None) -> Batches:
@@ -249,7 +251,7 @@ class PrivacyEngine:
                 waiting, self._ahead = self._ahead or self._drawn(), None
                 with self._reading_randomness() if self.records.runs_user_code else nullcontext():
                     batch, rows = waiting()
-                self._own, self._current = (batch, self._people_in(rows)), copied(batch)
+                self._own, self._current = (batch, self._people_in(rows)), handed_out(batch)
                 if self.records.read_ahead and self.ledger.steps < end:
                     self._ahead = self._drawn()
             yield self._current
@@ -376,7 +378,7 @@ class PrivacyEngine:
         if self._current is None or inputs is not self._current[0] or targets is not self._current[1]:
             raise StepError(
                 "step() takes the current batch of engine.batches(), once, as it came. Another batch, or one used twice, was not "
-                "sampled the way the guarantee assumes."
+                "sampled the way the guarantee assumes. What changes records (augmentation) belongs into the data set."
             )
         if self.steps_taken >= self.planned_steps:
             raise StepError(f"all {self.planned_steps} planned steps are taken; this one would exceed the budget.")

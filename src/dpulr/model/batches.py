@@ -60,6 +60,18 @@ def copied(batch: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
+def handed_out(batch: Any) -> Any:
+    """The same values in new tensors, for somebody who may change them. They are copied when one side is written to, not before."""
+    return pytree.tree_map(lambda leaf: _lazily(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _lazily(leaf: Tensor) -> Tensor:
+    try:
+        return leaf._lazy_clone()
+    except (AttributeError, RuntimeError, NotImplementedError):  # memory that is not torch's own
+        return leaf.clone()
+
+
 def described(batch: Any) -> str:
     """Shapes and types only, never values."""
     leaves = pytree.tree_leaves(batch)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from dpulr.errors import PrivacyRefusal, UsageError
-from dpulr.files import write_all
 from dpulr.runs.settings import IN_PROGRAM, Settings, read_config
 from dpulr.user_code import user_module
 
@@ -40,13 +38,18 @@ def _import_users_code(settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, owner: str = "") -> Iterator[str]:
+def locked(folder: Path) -> Iterator[str]:
     """Hold the run. The operating system lets go of the lock when the process ends, however it ends.
 
-    The file names the run that it was made for (`owner`, given once); that name comes out. A file system that can't lock is
-    refused: a mere file in place of a lock would outlive a killed process.
+    The file names the run that it was made for (`create_folder` in run.py); that name comes out. It is read before the file is
+    locked: Windows lets nobody read it then. A file system that can't lock is refused: a mere file in place of a lock would
+    outlive a killed process.
     """
-    lock = FileLock(folder / LOCK, timeout=0, mode=0o644, fallback_to_soft=False)
+    path = folder / LOCK
+    owner = b""
+    with contextlib.suppress(OSError):
+        owner = path.read_bytes()[:100]
+    lock = FileLock(path, timeout=0, mode=0o644, fallback_to_soft=False, preserve_lock_file=True)
     try:
         lock.acquire()
     except Timeout as held:
@@ -54,13 +57,6 @@ def locked(folder: Path, owner: str = "") -> Iterator[str]:
             f"another process works on {folder}. Two at once would each spend the budget that the other counts on."
         ) from held
     try:
-        path = folder / LOCK
-        if owner:
-            handle = os.open(path, os.O_WRONLY)
-            try:
-                write_all(handle, owner.encode())
-            finally:
-                os.close(handle)
-        yield path.read_bytes()[:100].decode("ascii", "replace")
+        yield owner.decode("ascii", "replace")
     finally:
         lock.release()

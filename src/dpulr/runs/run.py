@@ -25,7 +25,7 @@ from dpulr.model.batches import call_model
 from dpulr.runs import checkpoint
 from dpulr.runs import result as results
 from dpulr.runs.evaluation import Evaluation, make_evaluation, make_loss
-from dpulr.runs.folder import CONFIG, METRICS, RESULT, UNPROTECTED, locked, open_config
+from dpulr.runs.folder import CONFIG, LOCK, METRICS, RESULT, UNPROTECTED, locked, open_config
 from dpulr.runs.loading import load_data, make_model
 from dpulr.runs.process import Clock, Stop, seconds_before
 from dpulr.runs.settings import Settings
@@ -203,7 +203,7 @@ def _why_none(engine: PrivacyEngine) -> str:
 
 
 def create_folder(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitStack, *, planned_steps: int) -> DiskLedger:
-    """The folder appears with its config, its ledger and its lock, or not at all."""
+    """The folder appears with its config and its ledger, or not at all. Whoever takes it in that moment has it."""
     config = settings.to_json()
     begin = Start(
         run=secrets.token_hex(8),
@@ -218,14 +218,17 @@ def create_folder(folder: Path, settings: Settings, engine: PrivacyEngine, held:
     draft = folder.with_name(f".{folder.name}.{begin.run}.part")
     draft.mkdir()
     try:
-        held.enter_context(locked(draft, begin.run))
+        replace_file(draft / LOCK, begin.run.encode())
         replace_file(draft / CONFIG, config)
         DiskLedger.create(draft, begin)
         sync_folder(draft)
+        if folder.exists():
+            folder.rmdir()  # it is empty; Windows renames no folder onto another
         os.replace(draft, folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+    held.enter_context(locked(folder))  # now: Windows renames no folder in which a file is open
     sync_folder(folder.parent)
     return DiskLedger.open(folder, begin.config)
 

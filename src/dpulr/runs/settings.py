@@ -113,7 +113,7 @@ class Settings:
     loss: str = _option(
         "auto", "cross-entropy, squared, absolute, zero-one, or package.module:function. auto: cross-entropy, squared for numbers."
     )
-    device: str = _option("cpu", "Where the model is and the passes run: cpu, cuda, mps, ...")
+    device: str = _option("cpu", "Where the model is and the passes run: cpu, cuda, ...")
     schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
     temperature: float | None = _option(
         None, "Share of the budget for a temperature of the outputs, fitted after the last step: such as 0.02.", validate.fraction
