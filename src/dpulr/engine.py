@@ -186,7 +186,9 @@ class PrivacyEngine:
         self.fitted = self.mechanism.fit(self.forward, plan, memory_limit=memory_limit, seed=seed)
         setup.share(self.fitted, request, self.ranks)
         self._account = Account(plan, self.ranks)
-        self._watch = Watch(self.optimizer, self.forward.parameters(), self._account.void)
+        trained = self.forward.parameters()
+        frozen = [parameter for parameter in model.parameters() if parameter not in set(trained)]
+        self._watch = Watch(self.optimizer, trained, self._account.void, frozen)
         self._drawing = Drawing(records, membership, account=self._account, ranks=self.ranks, source=source, forward=self.forward)
         self._noise, self._directions = self.fitted.noise(source), source.directions(device, self.forward.dtype)
         self._updates = Updates(self.forward, self.fitted, self.optimizer)
