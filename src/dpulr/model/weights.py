@@ -33,7 +33,7 @@ class RecordWeights:
 
     def __init__(self, function: WeightFunction, targets: Any, dtype: torch.dtype) -> None:
         """`targets` are synthetic: the function is tried on them, together and one by one."""
-        self._function, self._dtype = function, dtype
+        self._function, self._dtype, self._trial = function, dtype, targets
         found = self._call(targets)
         alone = torch.cat([self._call(row(targets, i)) for i in range(count(targets))])
         if not torch.allclose(found, alone, rtol=1e-5, atol=1e-7, equal_nan=True):
