@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Report = Callable[[str], None]
 
@@ -23,8 +23,10 @@ class Watch:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], report: Report) -> None:
         self._parameters, self._report = list(parameters), report
+        self._where: list[int] = []
+        self._firsts: list[Tensor] = []
         self._own = False
-        self._seen = self._fingerprint()
+        self.accept()
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -44,6 +46,12 @@ class Watch:
 
     def accept(self) -> None:
         """Take the parameters as they are now."""
+        where = [parameter.data_ptr() for parameter in self._parameters]
+        if where != self._where:  # the first numbers of what lies there
+            self._where, self._firsts = (
+                where,
+                [parameter.detach().view(-1)[:1] for parameter in self._parameters if parameter.numel()],
+            )
         self._seen = self._fingerprint()
 
     def check(self) -> None:
@@ -62,10 +70,9 @@ class Watch:
                 "loss.backward() and optimizer.step() out of the loop: engine.step() does all of it"
             )
 
-    def _fingerprint(self) -> list[tuple[int, int, float]]:
+    def _fingerprint(self) -> tuple[list[tuple[int, int]], list[float]]:
         """Cheap: how often a parameter was changed in place, where it lies, and its first number."""
-        with torch.inference_mode():
-            return [(p._version, p.data_ptr(), p.view(-1)[0].item() if p.numel() else 0.0) for p in self._parameters]
+        return [(p._version, p.data_ptr()) for p in self._parameters], [first.item() for first in self._firsts]
 
 
 def _place() -> str:
