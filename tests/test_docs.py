@@ -189,6 +189,14 @@ def test_the_readme_quotes_the_results() -> None:
         assert any(all(abs(float(q) - float(r)) <= 0.0501 for q, r in zip(pair, row, strict=True)) for row in rows), pair
 
 
+def test_the_tests_that_a_page_names_exist() -> None:
+    there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        text = page.read_text()
+        assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in there] == []
+        assert [name for name in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / name).exists()] == []
+
+
 # --- programs -------------------------------------------------------------------------------------------------------------
 QUICK = ("README", "CONTRIBUTING", "architecture", "pitfalls", "decisions", "accounting")
 """Pages whose programs run in the quick tier; those of the others in the slow one."""

@@ -61,7 +61,7 @@ def test_a_step_of_ones_own_voids_the_guarantee() -> None:
     assert resumed.guarantee == "none"
 
 
-@pytest.mark.parametrize("way", ["in place", "data", "replaced"])
+@pytest.mark.parametrize("way", ["in place", "data", "a slice of data", "numpy", "replaced"])
 def test_parameters_changed_by_another_hand_void_the_guarantee(way: str) -> None:
     private = engine()
     train(private, 1)
@@ -71,11 +71,27 @@ def test_parameters_changed_by_another_hand_void_the_guarantee(way: str) -> None
             weight.add_(1.0)
         elif way == "data":
             weight.data.add_(1.0)
+        elif way == "a slice of data":
+            weight.data[-1, -1] += 1e-3
+        elif way == "numpy":
+            weight.numpy()[-1, -1] += 1e-3
         else:
             weight.data = weight + 1.0
     with pytest.warns(UserWarning, match="parameters were changed between two steps"):
         train(private, 1)
     assert private.guarantee == private.privacy_spent().guarantee == "none"
+
+
+def test_a_frozen_layer_that_is_trained_elsewhere_voids_the_guarantee() -> None:
+    model = small_mlp()
+    frozen = next(model.parameters()).requires_grad_(False)
+    private = engine(model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    train(private, 1)
+    with torch.no_grad():
+        frozen.add_(1.0)
+    with pytest.warns(UserWarning, match="parameters were changed between two steps"):
+        train(private, 1)
+    assert private.guarantee == "none"
 
 
 def test_public_changes_are_said_to_be_so() -> None:

@@ -196,7 +196,9 @@ class PrivacyEngine:
                 self.fitted.split_passes(self.ranks.rank, self.ranks.size)
         self.run, self._reasons = self.ranks.shared(lambda: secrets.token_hex(8)), list[str]()
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
-        self._watch = Watch(optimizer, self.forward.parameters(), self._void)
+        trained = self.forward.parameters()
+        frozen = [parameter for parameter in model.parameters() if parameter not in set(trained)]
+        self._watch = Watch(optimizer, trained, self._void, frozen)
         self._sampler = self.plan.sampler()
         self._batch_rng, self._noise = self.ranks.batch_stream(source), self.fitted.noise(source)
         self._directions = source.directions(device, self.forward.dtype)

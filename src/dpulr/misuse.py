@@ -19,14 +19,21 @@ Report = Callable[[str], None]
 
 
 class Watch:
-    """Reports, once each, a step of the optimizer and a change of a parameter that did not come from `own_step`."""
+    """Reports, once each, a step of the optimizer and a change of a parameter that did not come from `own_step`.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], report: Report) -> None:
-        self._parameters, self._report = list(parameters), report
-        self._where: list[int] = []
-        self._firsts: list[Tensor] = []
+    `frozen` are parameters that no step changes.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        report: Report,
+        frozen: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._parameters, self._frozen, self._report = list(parameters), list(frozen), report
         self._own = False
-        self.accept()
+        self._seen = self._fingerprint()
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -46,12 +53,6 @@ class Watch:
 
     def accept(self) -> None:
         """Take the parameters as they are now."""
-        where = [parameter.data_ptr() for parameter in self._parameters]
-        if where != self._where:  # the first numbers of what lies there
-            self._where, self._firsts = (
-                where,
-                [parameter.detach().view(-1)[:1] for parameter in self._parameters if parameter.numel()],
-            )
         self._seen = self._fingerprint()
 
     def check(self) -> None:
@@ -70,9 +71,23 @@ class Watch:
                 "loss.backward() and optimizer.step() out of the loop: engine.step() does all of it"
             )
 
-    def _fingerprint(self) -> tuple[list[tuple[int, int]], list[float]]:
-        """Cheap: how often a parameter was changed in place, where it lies, and its first number."""
-        return [(p._version, p.data_ptr()) for p in self._parameters], [first.item() for first in self._firsts]
+    def _fingerprint(self) -> list[tuple[int, int, int]]:
+        """How often a parameter was changed in place, where it lies, and the sum of its bits: `.data` and numpy change that alone.
+
+        Of frozen ones, which may be many, only the first bits.
+        """
+        with torch.inference_mode():
+            return [
+                (p._version, p.data_ptr(), int(_bits(p if trained else p.flatten()[:1]).sum()))
+                for held, trained in ((self._parameters, True), (self._frozen, False))
+                for p in held
+            ]
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Numbers as whole numbers of the same size."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(values.element_size(), torch.uint8)
+    return values.detach().contiguous().view(kind)
 
 
 def _place() -> str:

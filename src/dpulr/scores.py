@@ -155,12 +155,13 @@ def evaluating(model: Scorer) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         yield
         return
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]  # parts of it may be frozen in eval mode
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
 def _outputs(model: Scorer, inputs: Any) -> Tensor:

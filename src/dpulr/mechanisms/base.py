@@ -239,7 +239,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     def _sum(self, batch: Batch, people: People | None, public: Bases, directions: Directions) -> Any:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
         for chunk, own in self.chunks.people(batch, people):
-            least = self.chunks.least if own is None and not self.forward.recordwise else 0
+            least = 0 if self.forward.recordwise else self.chunks.fewest(own)
             directions.expect(self.draws(max(count(chunk[1]), least)) if own is None else [])
             for clean in self.forward.clean(*chunk, self.backward_to, own, least=least):
                 if self.precise or clean.records > SUMMED_TOGETHER:

@@ -273,6 +273,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         gains, groups = self._gains(calls, clean.people), self.layout.hidden_groups
         reach = None if self.scales is None else reaches(self.sites, groups, gains)
         factors = (self._bounds / (gains if reach is None else joint_gains(self.sites, groups, reach))).nan_to_num_(0, 0, 0)
+        if clean.absent:
+            factors[:, clean.absent] = 0  # else a row that holds no record would get its person's bit
         scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
         estimates = self.estimates(clean, public, directions, reach, below)

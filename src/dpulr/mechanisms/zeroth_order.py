@@ -200,7 +200,12 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
     def losses(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:
         """One loss per record with weights moved so far; NaN for a record whose pass raises."""
         return self.forward.loss_of_each(
-            partial(self._pass, direction, length), inputs, targets, alone=self.alone, alive=lambda: self.forward.check_alive([])
+            partial(self._pass, direction, length),
+            inputs,
+            targets,
+            alone=self.alone,
+            alive=lambda: self.forward.check_alive([]),
+            least=self.chunks.least,
         )
 
     def _pass(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:

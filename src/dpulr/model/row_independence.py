@@ -41,11 +41,13 @@ def check_rows(
     *,
     seen: Seen | None = None,
     largest: int = _LARGEST,
+    trained: bool = True,
 ) -> Scratch:
     """Refuse, by name, a loss that is not one value per record, batch statistics, state that survives, and NaN at the start.
 
     `seen` is what `observe` found. A model that will see one record at a time is tried for state and losses only. Otherwise batches
-    of a few records are compared, and one of `largest`, or of as many as the model's size allows.
+    of a few records are compared, and one of `largest`, or of as many as the model's size allows. If it is not to be `trained`,
+    no other weights than its own are tried, and its loss may be anything.
     Returns what a pass writes into the model: no later pass depends on it, so it may be put back after each.
     """
     seen = observe(model, loss_fn, example, device) if seen is None else seen
@@ -62,16 +64,17 @@ def check_rows(
             check.find_records(first)
             crowd = check.crowd(min(largest, _ROOM // seen.bytes))
             check.refuse_mixing(crowd)
-            for keep in (1.0, 0.0):
+            for keep in (1.0, 0.0) if trained else ():
                 with other_weights(model.parameters(), keep=keep):
                     check.refuse_mixing(crowd if keep else None)
         if written:
             check.refuse_state_after_others(first, written)
-            with other_weights(model.parameters(), keep=0.0, noise=_LOUD):  # a threshold that nothing reaches hides what it keeps
+            weights = model.parameters() if trained else ()
+            with other_weights(weights, keep=0.0, noise=_LOUD):  # a threshold that nothing reaches hides what it keeps
                 check.refuse_state(check.run(check.batch))
                 if seen.reads is None:
                     check.refuse_mixing(None)
-    if not bool(torch.isfinite(first.losses).all()):
+    if trained and not bool(torch.isfinite(first.losses).all()):
         raise ModelRefused(
             f"the loss is {first.losses[~torch.isfinite(first.losses)][0].item()} before the first step, on synthetic inputs "
             "between 0 and 1. Check the initial weights and the loss function."

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpulr.errors import InvalidArgument
 from dpulr.model.batches import count, described, row
-from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.rescue import of_each
 
 WeightFunction = Callable[[Any], Any]
 
@@ -43,17 +43,8 @@ class RecordWeights:
 
     def __call__(self, targets: Any) -> Tensor:
         """(records,)."""
-
-        def apart() -> Tensor:
-            weights = torch.zeros(count(targets), dtype=self._dtype)
-
-            def one(i: int) -> None:
-                weights[i] = self._call(row(targets, i))[0]
-
-            each_alone(range(count(targets)), one)
-            return weights
-
-        found = together_or_apart(lambda: self._call(targets), apart, lambda: None)
+        zeros = torch.zeros(count(targets), dtype=self._dtype)
+        found = of_each(self._call, targets, row(self._trial, 0), zeros, alone=False, alive=lambda: None)
         return found.nan_to_num(0, 0, 0).clamp(0, 1)
 
     def _call(self, targets: Any) -> Tensor:
