@@ -18,7 +18,7 @@ from dpulr.errors import Interrupted, PrivacyRefusal, RunError
 from dpulr.runs import checkpoint
 from dpulr.runs import result as results
 from dpulr.runs.evaluation import make_evaluation
-from dpulr.runs.folder import RESULT, check_new, create_folder, forget_result, locked, open_config
+from dpulr.runs.folder import RESULT, check_new, check_single, create_folder, forget_result, locked, open_config
 from dpulr.runs.loading import load_data, make_model
 from dpulr.runs.process import Clock, Stop
 from dpulr.runs.session import Session, View
@@ -98,6 +98,7 @@ def resume(
 
 def _open(folder: Path, target_epsilon: float | None, held: ExitStack) -> tuple[Settings, DiskLedger]:
     """The settings and the ledger of a run, which is locked from now on."""
+    check_single(folder)
     settings, config = open_config(folder)
     owner = held.enter_context(locked(folder))
     ledger = DiskLedger.open(folder, ledger_digest(config))
