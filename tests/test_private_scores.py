@@ -185,6 +185,9 @@ def test_a_run_keeps_a_share_for_its_evaluations(tmp_path: Path, run_cli: Callab
     assert [line["epsilon"] for line in lines if line["kind"] == "evaluation"] == [0.25, 0.25]
     run_cli("report", folder)
     assert "noisy evaluations on held-out records (epsilon 0.5 of it)" in (folder / "report.html").read_text()
+    ended = run_cli("evaluate", folder)
+    assert (ended.code, "are private" in ended.err, ended.out) == (3, True, "")  # no accuracy without noise
+    assert run_cli("evaluate", folder, "--dataset", "tests.support.small_job:data").code == 0
     assert run_cli("resume", folder, "--target-epsilon", 3).code == 0  # the share is used up: no further evaluation
     result = read(folder)
     assert 2 < result["epsilon"] <= 3

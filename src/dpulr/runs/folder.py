@@ -14,6 +14,7 @@ from dpulr.user_code import user_module
 
 CONFIG, METRICS, RESULT, UNPROTECTED = "config.json", "metrics.jsonl", "result.json", "unprotected.jsonl"
 LOCK = ".lock"
+SEARCH = "search.json"
 
 
 def open_config(folder: Path) -> tuple[Settings, bytes]:
@@ -26,6 +27,15 @@ def open_config(folder: Path) -> tuple[Settings, bytes]:
     settings = Settings.build(read_config(path))
     _import_users_code(settings)
     return settings, path.read_bytes()
+
+
+def check_single(folder: Path) -> None:
+    """A search is no single run: it has no ledger of steps."""
+    if (folder / SEARCH).exists():
+        raise UsageError(
+            f"{folder} is a search (dpulr tune), not a single run: what it found, and what it cost, stands in its {RESULT}; "
+            "'dpulr tune --resume' goes on with one that is unfinished."
+        )
 
 
 def _import_users_code(settings: Settings) -> None:

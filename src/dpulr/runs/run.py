@@ -25,7 +25,7 @@ from dpulr.model.batches import call_model
 from dpulr.runs import checkpoint
 from dpulr.runs import result as results
 from dpulr.runs.evaluation import Evaluation, make_evaluation, make_loss
-from dpulr.runs.folder import CONFIG, LOCK, METRICS, RESULT, UNPROTECTED, locked, open_config
+from dpulr.runs.folder import CONFIG, LOCK, METRICS, RESULT, UNPROTECTED, check_single, locked, open_config
 from dpulr.runs.loading import load_data, make_model
 from dpulr.runs.process import Clock, Stop, seconds_before
 from dpulr.runs.settings import Settings
@@ -123,6 +123,7 @@ def check_new(folder: Path) -> None:
 
 def _open(folder: Path, target_epsilon: float | None, held: ExitStack) -> tuple[Settings, DiskLedger]:
     """The settings and the ledger of a run, which is locked from now on."""
+    check_single(folder)
     settings, config = open_config(folder)
     owner = held.enter_context(locked(folder))
     ledger = DiskLedger.open(folder, ledger_digest(config))

@@ -27,7 +27,7 @@ from dpulr.randomness import RandomSource
 from dpulr.read_ahead import end_with_parent
 from dpulr.runs import checkpoint
 from dpulr.runs.evaluation import make_evaluation
-from dpulr.runs.folder import CONFIG, RESULT, locked
+from dpulr.runs.folder import CONFIG, RESULT, SEARCH, locked
 from dpulr.runs.loading import make_model
 from dpulr.runs.process import Stop
 from dpulr.runs.settings import Settings
@@ -35,7 +35,7 @@ from dpulr.runs.space import Search, SearchPlan, parts, plan_search, with_noise
 from dpulr.runs.training import Training
 from dpulr.scores import score
 
-SEARCH, PRIVATE, DRAWN = "search.json", "PRIVATE-unreleased", "drawn.json"
+PRIVATE, DRAWN = "PRIVATE-unreleased", "drawn.json"
 Say = Callable[[str], None]
 
 
