@@ -173,6 +173,7 @@ class PrivacyEngine:
             again=self.mechanism.calls_again,
             weights=weights,
             sites=self.mechanism.uses_sites,
+            rows=setup.rows_of_a_pass(request),
         )
         setup.check_weights_of_loss(loss_fn, self.mechanism, self.forward, model)
         self.task, size = task_of(self.mechanism, self.forward, self.optimizer, request)

@@ -7,6 +7,7 @@ private as it says.
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 import warnings
 from collections.abc import Callable
@@ -327,12 +328,27 @@ def change_by_numpy(inputs: Any, targets: Tensor) -> None:
     inputs["a"].numpy()[:] = 1e6
 
 
+def change_by_dlpack(inputs: Any, targets: Tensor) -> None:
+    torch.from_dlpack(inputs["a"]).mul_(5)
+
+
+def change_by_storage(inputs: Any, targets: Tensor) -> None:
+    inputs["a"].untyped_storage().fill_(7)
+
+
+def change_by_address(inputs: Any, targets: Tensor) -> None:
+    (ctypes.c_float * 6).from_address(inputs["a"].data_ptr())[0] = 99.0
+
+
 def change_in_place(inputs: Any, targets: Tensor) -> None:
     inputs["a"].mul_(3)
     targets.zero_()
 
 
-@pytest.mark.parametrize("change", [mixup_in_dict, change_by_numpy, change_in_place], ids=lambda change: change.__name__)
+CHANGES = [mixup_in_dict, change_by_numpy, change_by_dlpack, change_by_storage, change_by_address, change_in_place]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_batch_that_was_changed_is_refused_or_as_it_was(change: Callable[[Any, Tensor], None]) -> None:
     """Finding 7, f14 and e01 (3): mixup inside a dict batch, and a change through a numpy view, were accepted."""
 

@@ -23,7 +23,8 @@ from dpulr.model.trials import other_weights
 from dpulr.model.value_reads import Seen, observe
 
 _SEED = 20_240_229  # public: only synthetic inputs depend on it
-_LARGEST = 300
+LARGEST = 300
+"""The size of the large batch that every model is tried with, if it fits."""
 _ROOM = 64 * 2**20
 """No larger batch is tried than one whose pass returns so many bytes: a step has no larger passes either (mechanisms/chunks.py)."""
 _LOUD, _SHAKEN = 4.0, 1_000.0
@@ -40,7 +41,7 @@ def check_rows(
     device: torch.device,
     *,
     seen: Seen | None = None,
-    largest: int = _LARGEST,
+    largest: int = LARGEST,
     trained: bool = True,
 ) -> Scratch:
     """Refuse, by name, a loss that is not one value per record, batch statistics, state that survives, and NaN at the start.
@@ -63,7 +64,7 @@ def check_rows(
         if seen.reads is None:
             check.find_records(first)
             crowd = check.crowd(min(largest, _ROOM // seen.bytes))
-            check.refuse_mixing(crowd)
+            check.refuse_mixing(None if trained else crowd)
             check.refuse_mixing_of_odd()
             for keep in (1.0, 0.0) if trained else ():
                 with other_weights(model.parameters(), keep=keep):
