@@ -6,6 +6,7 @@ before the step that would exceed the target epsilon.
 
 from __future__ import annotations
 
+import math
 import secrets
 import warnings
 from collections.abc import Callable, Iterator
@@ -271,7 +272,7 @@ class PrivacyEngine:
                 total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
             else:
                 total = self.fitted.sum_over_people(batch, people, public, self._directions)
-            values = self.ranks.released(total, self._privatised)
+            values = self.ranks.released(total, self._privatised, self.spacing)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
             if len(self._groups) == 1:
@@ -346,6 +347,12 @@ class PrivacyEngine:
         if self._membership is not None:
             rows = self._membership.rows(rows, self.plan.per_person, self._batch_rng)
         return self.records.start(rows)
+
+    @cached_property
+    def spacing(self) -> float | None:
+        """The grid on which ranks send their shares as whole numbers; None where a sum may be too large for that."""
+        bound = self.fitted.noise_std / self.plan.noise_multiplier if self.plan.noise_multiplier else math.inf
+        return self.fitted.spacing(8 * self.plan.expected_batch_size * bound)
 
     @property
     def _units(self) -> int:
