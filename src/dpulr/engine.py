@@ -67,25 +67,37 @@ class Released:
 class PrivacyEngine:
     """Trains `model` on `dataset` with differential privacy, by forward passes alone.
 
-    Give either `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the
-    step that would exceed the target. Give either `epochs` or `steps`. `batch_size` is the expected size of a batch and takes the
-    size of the data set as public; where that is private, give `expected_batch_size` and `sample_rate` instead. Left out, it is
-    chosen by public arithmetic, as are the repeats of the mechanism; with `optimizer="auto"` learning rate, schedule and momentum
-    are, too (`dpulr.auto`; `engine.choice` says what and why).
-    `unit` says who a record belongs to (a column's name, a function of a record, or a label for each record): then people are
-    protected rather than records (docs/users.md). People are sampled, `batch_size` counts people, and a person adds as much as a
-    record would, by at most `max_per_person` of his or her records, chosen at random in each step.
-    `schema` is an example of a record, whose shapes and types all others must have (default: the first record's; they are public).
-    `ledger` names a file (.../ledger.jsonl) on which every step is charged before it is computed, so that no crash forgets it; what
-    it holds counts as spent. `num_workers` processes read records one step ahead where they are not rows of tensors or arrays; that
-    step is charged then. `seed` is for public randomness only. `randomness` replaces the source of secret randomness (for an
-    audit); like `insecure_noise_seed`, it voids the guarantee. `weights` is a public function of the targets that gives each record
-    a weight of at most 1, by which its bounded signal is multiplied (`dpulr.class_weights`).
+    Give `target_epsilon` (the noise is calibrated to it) or `noise_multiplier`; with both, the engine stops before the step that
+    would exceed the target. Give `epochs` or `steps`. What is left out of batch size and repeats is chosen by public arithmetic
+    (`dpulr.auto`); `engine.choice` says what and why. Where torch.distributed is initialised, its processes train one model
+    together (docs/scale.md).
 
-    Where torch.distributed is initialised (or a `process_group` is given), its processes train one model together (docs/scale.md):
-    each takes its part of the data set's rows, or, with `sharded=True`, has a data set of its own; with `parallel="passes"` all
-    take the same batch, and share the passes. Each rank adds its share of the noise before anything leaves it; with
-    `shared_noise=False` rank 0 adds all of it, and sees the bare sum. `rank_timeout` is how many seconds a rank waits for another.
+    Args:
+        model: any module; it is not wrapped.
+        optimizer: any torch optimizer of the model's parameters; "auto" chooses rate, schedule and momentum, too.
+        dataset: map-style, with items (inputs, target).
+        loss_fn: from outputs and targets to one value per record.
+        mechanism: a name, or one with settings, such as `dpulr.HiddenDirection(repeats=8)`.
+        batch_size: the expected size of a batch. It takes the size of the data set as public.
+        expected_batch_size: with `sample_rate` instead of `batch_size`, where the size of the data set is private.
+        sample_rate: the probability with which a record is in a batch.
+        rejection_threshold: smaller batches are drawn again; `min_dataset_size` is the least size that the data set may have.
+        memory_limit: bytes that passes may take at once.
+        seed: for public randomness only.
+        insecure_noise_seed: for tests; voids the guarantee. So does `randomness`, another source of secret randomness.
+        replay: how passes are run again: "trace" or "hook" instead of what is fastest.
+        schema: an example of a record, whose shapes and types all others must have, and which are public (default: the first's).
+        ledger: a file (.../ledger.jsonl) on which every step is charged before it is computed; what it holds counts as spent.
+        weights: a public function of the targets that gives each record a weight of at most 1 (`dpulr.class_weights`).
+        num_workers: processes that read records one step ahead, where these are not rows of tensors; that step is charged then.
+        process_group: of torch.distributed, other than the default one.
+        sharded: each rank has a data set of its own, instead of its part of the rows of one.
+        parallel: "passes": all ranks take the same batch, and share the passes.
+        shared_noise: each rank adds its share of the noise before anything leaves it; if False, rank 0 sees the bare sum.
+        rank_timeout: how many seconds a rank waits for another.
+        unit: who a record belongs to (a column's name, a function of a record, or a label for each record): then people are
+            protected, sampled and counted by `batch_size`, rather than records (docs/users.md).
+        max_per_person: the most records of a person in a step, chosen at random.
     """
 
     def __init__(
