@@ -167,13 +167,13 @@ def noise_alone(rank: int, numbers: int, shared_noise: bool = True) -> tuple[Ten
         shared_noise=shared_noise,
     )
     shares: list[Tensor] = []
-    privatise = private._privatised
+    privatise = private.fitted.privatise
 
-    def noted(total: Tensor) -> Tensor:
-        shares.append(privatise(total).clone())
+    def noted(total: Tensor, noise: Tensor) -> Tensor:
+        shares.append(privatise(total, noise).clone())
         return shares[-1].clone()
 
-    private._privatised = noted  # type: ignore[method-assign]
+    private.fitted.privatise = noted  # type: ignore[method-assign]
     released: list[Tensor] = []
     private.on_release(lambda seen: released.append(seen.values))
     train(private, 1)

@@ -126,7 +126,7 @@ class Ranks(Alone):
         if self.rank == 0:
             try:
                 message = [(make(), None)]
-            except Exception as problem:
+            except Exception as problem:  # the others wait: they are told before it is raised here
                 message = [(None, _portable(problem))]
                 self._together("while it was set up", lambda: self._broadcast(message))
                 raise
@@ -296,7 +296,7 @@ def _portable(problem: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(problem))
         return problem
-    except Exception:
+    except Exception:  # an exception of a user's class may do anything when it is rebuilt
         return RankLost(f"rank 0 failed: {type(problem).__name__}: {problem}")
 
 

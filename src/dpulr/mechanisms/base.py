@@ -116,6 +116,11 @@ class Mechanism(ABC):
         """What a user should know of these (settled) settings on this model, in sentences. Public."""
         return []
 
+    @property
+    def has_exact_part(self) -> bool:
+        """Whether layers that hide their directions and exact ones share a release: an audit then attacks both at once."""
+        return False
+
     @abstractmethod
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedMechanism[Any]:
         """The mechanism tied to a model and to a plan."""
@@ -177,8 +182,7 @@ class FittedMechanism(ABC, Generic[Public]):
 
         Of several shares, each adds its part of the variance; their sum is the release.
         """
-        flat: Tensor = total.double()
-        return on_grid(flat.add_(noise, alpha=self.noise_std / math.sqrt(self.shares)), self.noise_std, self.shares)
+        return noised(total.double(), noise, self.noise_std, self.shares)
 
     def spacing(self, largest: float) -> float | None:
         """The grid on which shares lie, if a signed number of 31 bits counts its cells up to `largest`; None: as floats, then."""
@@ -284,6 +288,11 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     def parts(self, flat: Tensor) -> list[Tensor]:
         """The sites' parts of a release, and the votes about scales, if there are any."""
         return list(flat.split_with_sizes(self.part_sizes))
+
+
+def noised(total: Tensor, noise: Tensor, noise_std: float, shares: int = 1) -> Tensor:
+    """The line where noise is added, in place: to a float64 sum, or to one of several shares of it. Then it is rounded."""
+    return on_grid(total.add_(noise, alpha=noise_std / math.sqrt(shares)), noise_std, shares)
 
 
 def on_grid(values: Tensor, noise_std: float, shares: int = 1) -> Tensor:
