@@ -61,8 +61,10 @@ def test_the_answer_comes_first() -> None:
     first = "\n".join((ROOT / "docs" / "architecture.md").read_text().splitlines()[:10])
     assert "`FittedMechanism.privatise`" in first
     assert "mechanisms/base.py" in first
+    assert "`noised`" in first
     assert "self.fitted.privatise(" in (SOURCE / "engine.py").read_text()
-    assert re.search(r"class FittedMechanism.*?def privatise\(", (SOURCE / "mechanisms" / "base.py").read_text(), re.DOTALL)
+    base = (SOURCE / "mechanisms" / "base.py").read_text()
+    assert re.search(r"class FittedMechanism.*?def privatise\(.*?return noised\(.*?\ndef noised\(", base, re.DOTALL)
 
 
 def test_the_stages_of_a_step_stand_in_the_order_of_the_code() -> None:
@@ -72,7 +74,7 @@ def test_the_stages_of_a_step_stand_in_the_order_of_the_code() -> None:
         for node in ast.walk(ast.parse((SOURCE / "engine.py").read_text()))
         if isinstance(node, ast.FunctionDef) and node.name == "step"
     )
-    names = ["_taken", "draw_public", "sum_of_bounded_signals", "privatise", "gradients", "optimizer.step"]
+    names = ["drawing.taken", "draw_public", "sum_of_bounded_signals", "privatise", "gradients", "optimizer.step"]
     for text in (ast.unparse(step), page[page.index("## A step") : page.index("## The way")]):
         places = [text.index(name) for name in names]
         assert places == sorted(places)
@@ -100,9 +102,11 @@ def within(module: str, *rooms: str) -> bool:
 
 
 NO_TORCH = tuple(
-    f"dpulr.{name}" for name in ("accounting", "plan", "sampling", "validate", "search", "errors", "files", "paper.nominal")
+    f"dpulr.{name}"
+    for name in ("accounting", "plan", "solver", "sampling", "validate", "search", "errors", "files", "paper.nominal")
 )
-BELOW = ["dpulr.cli", "dpulr.runs", "dpulr.engine", "dpulr.distributed", "dpulr.mechanisms", "dpulr.model"]
+BELOW = ["dpulr.cli", "dpulr.runs", "dpulr.engine", "dpulr.parts", "dpulr.distributed", "dpulr.mechanisms", "dpulr.model"]
+LISTS_OF_NAMES = ("dpulr.accounting.public",)
 FORBIDDEN = [
     *((room, tuple(BELOW[: BELOW.index(room)])) for room in BELOW[1:]),
     ("dpulr.audit", ("dpulr.cli", "dpulr.runs")),
@@ -110,7 +114,7 @@ FORBIDDEN = [
     ("dpulr.engine", ("dpulr.audit",)),
     ("dpulr.mechanisms", ("dpulr.audit", "dpulr.paper")),
     ("dpulr.model", ("dpulr.audit", "dpulr.paper", "dpulr.accounting", "dpulr.plan")),
-    ("dpulr.accounting", (*BELOW, "dpulr.audit", "dpulr.plan")),
+    ("dpulr.accounting", (*BELOW, "dpulr.audit", "dpulr.plan", "dpulr.solver")),
     ("dpulr.paper", ("dpulr.cli", "dpulr.runs", "dpulr.audit", "dpulr.engine")),
     ("dpulr", ("reproduction", "benchmarks", "examples", "tests")),
 ]
@@ -118,7 +122,8 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize(("room", "others"), FORBIDDEN, ids=lambda value: value if isinstance(value, str) else "+".join(value))
 def test_imports_point_one_way(room: str, others: tuple[str, ...]) -> None:
-    wrong = [(m, name) for m, names in imports().items() if within(m, room) for name in names if within(name, *others)]
+    modules = {module: names for module, names in imports().items() if within(module, room) and module not in LISTS_OF_NAMES}
+    wrong = [(module, name) for module, names in modules.items() for name in names if within(name, *others)]
     assert wrong == []
 
 

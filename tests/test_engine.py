@@ -42,7 +42,7 @@ def test_it_learns() -> None:
 
 
 def test_advice_is_given_once_and_only_for_runs_that_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpulr.engine._ADVISED", [])
+    monkeypatch.setattr("dpulr.parts.setup._ADVISED", [])
 
     def said(**changes: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
@@ -336,7 +336,7 @@ def test_a_checkpoint_resumes_exactly_with_fresh_noise(monkeypatch: pytest.Monke
         network = dpulr.models.mlp((4, 8, 2), seed=9)
         second = engine(network, optimizer=torch.optim.Adam(network.parameters(), lr=0.5), steps=6)
         buffer.seek(0)
-        monkeypatch.setattr("dpulr.engine._LEDGERS", {})  # as in a process of its own
+        monkeypatch.setattr("dpulr.parts.account._LEDGERS", {})  # as in a process of its own
         second.load_state_dict(torch.load(buffer, weights_only=True))
         assert all(torch.equal(a, b) for a, b in zip(first_model.parameters(), network.parameters(), strict=True))
         states = [pytree.tree_leaves(private.optimizer.state_dict()) for private in (first, second)]

@@ -23,10 +23,10 @@ from dpulr.accounting.rounding import up
 from dpulr.cli.progress import summary
 from dpulr.files import read_lines
 from dpulr.runs import Interrupted, PrivacyRefusal, Settings, checkpoint, train_and_evaluate
+from dpulr.runs.config_files import read_config
 from dpulr.runs.folder import locked
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.process import Stop
-from dpulr.runs.settings import read_config
 from tests.support.small_cli import SMALL, Ended, child_environment
 
 Cli = Callable[..., Ended]

@@ -320,9 +320,9 @@ class Replay:
             warnings.simplefilter("always")
             with contextlib.redirect_stderr(out):
                 try:
-                    engine.records = Records(data, torch.device("cpu"))
+                    engine._drawing.records = Records(data, torch.device("cpu"))
                     if hasattr(data, "owners"):
-                        engine._membership = Membership(iter(data.owners))
+                        engine._drawing._membership = Membership(iter(data.owners))
                     for batch in engine.batches(1):
                         engine.step(*batch)
                 except Exception as problem:

@@ -22,7 +22,7 @@ from dpulr.model.batches import copied, join, rows, synthetic
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.people import People
-from dpulr.model.row_independence import other_weights
+from dpulr.model.trials import other_weights
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
 

@@ -171,6 +171,10 @@ class HiddenDirection(Mechanism):
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
         return FittedHiddenDirection(self, forward, plan, memory_limit=memory_limit, seed=seed)
 
+    @property
+    def has_exact_part(self) -> bool:
+        return self.exact != "none"
+
     @classmethod
     def worst_case(cls) -> WorstCase:
         """The crafted canary needs no public subspace."""

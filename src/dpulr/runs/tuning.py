@@ -21,7 +21,7 @@ from dpulr.accounting.rounding import up
 from dpulr.accounting.selection import RandomRuns, SearchCost, search_cost
 from dpulr.errors import PrivacyRefusal, RunError, UsageError
 from dpulr.files import read_json, replace_json, sync_folder
-from dpulr.mechanisms.base import on_grid
+from dpulr.mechanisms.base import noised
 from dpulr.private_scores import HeldOut
 from dpulr.randomness import RandomSource
 from dpulr.read_ahead import end_with_parent
@@ -181,7 +181,7 @@ def _score(model: Any, scored: Any, noise: float | None) -> float:
     import torch
 
     count = torch.tensor([float(HeldOut(model, scored).right_answers())], dtype=torch.float64)
-    return float(on_grid(count + noise * RandomSource().noise(1).draw(), noise))
+    return float(noised(count, RandomSource().noise(1).draw(), noise))
 
 
 def _settings(about: Mapping[str, Any], choice: int) -> Settings:

@@ -34,12 +34,7 @@ class Watch:
         self._parameters, self._frozen, self._report = list(parameters), list(frozen), report
         self._own = False
         self._seen = self._fingerprint()
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch another optimizer from now on."""
-        self._hook.remove()
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_pre_hook(self._before_step)
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
@@ -92,7 +87,7 @@ def _bits(values: Tensor) -> Tensor:
 
 def _place() -> str:
     """The line of the user's program that is being run, in words."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
