@@ -6,6 +6,7 @@ made of lies in `parts/`. The engine stops before the step that would exceed the
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -243,7 +244,7 @@ class PrivacyEngine:
                 total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
             else:
                 total = self.fitted.sum_over_people(batch, people, public, self._directions)
-            values = self.ranks.released(total, lambda own: self.fitted.privatise(own, self._noise.draw().to(device)))
+            values = self.ranks.released(total, lambda own: self.fitted.privatise(own, self._noise.draw().to(device)), self.spacing)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
         if self._sets_rate:
@@ -279,6 +280,12 @@ class PrivacyEngine:
             with computing(self.forward, self._source):
                 total += sum_of_vectors(self.forward, vectors, batch, WITH_MARGIN * bound, release.numbers)
         return noised(total, self._source.noise(release.numbers).draw().to(device), release.noise_multiplier * bound)
+
+    @cached_property
+    def spacing(self) -> float | None:
+        """The grid on which ranks send their shares as whole numbers; None where a sum may be too large for that."""
+        bound = self.fitted.noise_std / self.plan.noise_multiplier if self.plan.noise_multiplier else math.inf
+        return self.fitted.spacing(8 * self.plan.expected_batch_size * bound)
 
     @cached_property
     def notes(self) -> list[str]:

@@ -263,6 +263,9 @@ class FittedWithLaplace(FittedZerothOrder):
     def noise(self, source: RandomSource) -> GaussianNoise | LaplaceNoise:
         return source.laplace_noise(self.size, self.scale)
 
+    def spacing(self, largest: float) -> float | None:
+        return None
+
     def privatise(self, total: Any, noise: Tensor) -> Tensor:
         """Here noise is added: whole numbers of cells, to a whole number of cells."""
         released: Tensor = total.double().div(self.cell).round_().add_(noise).mul_(self.cell)
