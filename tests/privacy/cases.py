@@ -18,7 +18,7 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from tests.support import zoo
 from tests.support.core import LOSS, all_kinds, mlp
 from tests.support.own_mechanism import CoordinateDifferences
-from tests.support.replaying import TOLERANCE, Replay
+from tests.support.replaying import Replay
 
 Item = Any
 _HIDDEN, _EXACT = partial(dpulr.HiddenDirection, repeats=1), "exact"
@@ -187,13 +187,11 @@ class Case:
 
     random  it draws numbers of its own
     shared  its parameters are used several times, which `gradient` alone can bound
-    flat    its losses do not move with most perturbations: their differences are nothing but rounding
     """
 
     make: Callable[[], nn.Module]
     looks: str = "points"
     random: bool = False
-    flat: bool = False
     dtype: torch.dtype = torch.float32
     shared: bool = False
 
@@ -219,7 +217,7 @@ MODELS: dict[str, Case] = {
     "experts": Case(zoo.Experts),
     "keeps positive": Case(KeepsPositive),
     "own arguments": Case(OwnArguments),
-    "box": Case(zoo.BoxInside, flat=True),
+    "box": Case(zoo.BoxInside),
     "black box": Case(
         lambda: nn.Sequential(nn.Linear(6, 5), dpulr.BlackBox(np.tanh, (5,), batch_size=4, pad=True), nn.Linear(5, 3))
     ),
@@ -387,14 +385,6 @@ ANY: dict[str, Callable[[Sequence[Item]], Any]] = {
 }
 
 
-def _rounding(mechanism: Any, case: Case) -> float:
-    """What others may move by because torch rounds their losses in another way in another batch: finding 12, which is open.
-
-    Its tests in test_findings.py are to fail; once they pass, this goes.
-    """
-    return TOLERANCE
-
-
 # --- pairs ------------------------------------------------------------------------------------------------------------------
 class Pairs:
     """Pairs of neighbouring data sets for one model, and mechanisms tied to it. All is determined by the model's name and a number.
@@ -447,6 +437,5 @@ class Pairs:
         own = some(True) if rng.random() < 0.85 else others[rng.integers(len(others))]
         place = 1 + int(rng.integers(len(others)))  # the first record gives the schema, which is public
         joined = [*others[:place], own, *others[place:]]
-        self.tolerance = _rounding(MECHANISMS[mechanism], self.case)
         what = f"{self.name}, pair {number}: {MECHANISMS[mechanism]}, chunk {chunk}, {kind}, record {own}"
         return replay, kinds[kind](others), kinds[kind](joined), number, what

@@ -376,16 +376,9 @@ class Leak(AssertionError):
     """One record did more than its share."""
 
 
-def compare(
-    replay: Replay, data: Any, neighbour: Any, seed: int = 0, *, without: Sequence[str] = (), tolerance: float = TOLERANCE
-) -> dict[str, float]:
-    """A step on `data` and one on `neighbour`, which has one record more. Returns the shares; raises where they are too large.
-
-    `without` names what is known to differ and has a test of its own; so has a `tolerance` that is not the usual one.
-    """
+def compare(replay: Replay, data: Any, neighbour: Any, seed: int = 0) -> dict[str, float]:
+    """A step on `data` and one on `neighbour`, which has one record more. Returns the shares; raises where they are too large."""
     first, second = replay.record(data, seed), replay.record(neighbour, seed)
-    for name in without:
-        first.seen[name] = second.seen[name] = None
     if first.seen != second.seen:
         differ = {name: (value, second.seen[name]) for name, value in first.seen.items() if value != second.seen[name]}
         raise Leak(f"one record more, and this can be seen: {differ}")
@@ -400,6 +393,6 @@ def compare(
     if first.total.shape != second.total.shape or not bool(torch.isfinite(second.total).all()):
         raise Leak("one record changes the shape of the sum, or makes it infinite")
     shares = replay.shares(second.total - first.total)
-    if max(shares.values()) > 1 + tolerance:
+    if max(shares.values()) > 1 + TOLERANCE:
         raise Leak(f"one record moves the sum by {max(shares.values()):.7g} of its bound: {shares}")
     return shares
