@@ -252,13 +252,13 @@ class Unreadable:
         self.problem = problem
 
 
-def odd_values(case: Case, rng: np.random.Generator, *, huge: bool = True) -> Item:
+def odd_values(case: Case, rng: np.random.Generator) -> Item:
     """A record of the right shape and type: not finite, tiny, huge, all alike, mixed, or with a label or word that does not exist.
 
-    `huge`: above 10, where losses are so large that their differences drown in rounding.
+    Where it is huge, losses are so large that their differences drown in rounding.
     """
     inputs, target = ordinary(case, rng)
-    size = 10.0 ** rng.uniform(-44, 38.5 if huge else 1)
+    size = 10.0 ** rng.uniform(-44, 38.5)
     ways: list[Callable[[Tensor], Tensor]] = [
         lambda x: x * size,
         lambda x: torch.full_like(x, size),
@@ -268,7 +268,7 @@ def odd_values(case: Case, rng: np.random.Generator, *, huge: bool = True) -> It
             torch.arange(x.numel()).view(x.shape) == rng.integers(x.numel()), [np.nan, np.inf, size][rng.integers(3)], x
         ),
         torch.zeros_like,
-        lambda x: x * (10.0 ** torch.from_numpy(rng.uniform(-20, 20 if huge else 1, x.shape))).to(x.dtype),
+        lambda x: x * (10.0 ** torch.from_numpy(rng.uniform(-20, 20, x.shape))).to(x.dtype),
         lambda x: x,
     ]
     way = ways[rng.integers(len(ways))]
@@ -389,12 +389,11 @@ ANY: dict[str, Callable[[Sequence[Item]], Any]] = {
 class Pairs:
     """Pairs of neighbouring data sets for one model, and mechanisms tied to it. All is determined by the model's name and a number.
 
-    few          so many mechanisms only, others for each model: tying them to it takes longer than some pairs
-    huge_others  records above 10 also among those that stay
+    few  so many mechanisms only, others for each model: tying them to it takes longer than some pairs
     """
 
-    def __init__(self, name: str, *, few: int | None = None, huge_others: bool = False) -> None:
-        self.name, self.case, self.huge_others = name, MODELS[name], huge_others
+    def __init__(self, name: str, *, few: int | None = None) -> None:
+        self.name, self.case = name, MODELS[name]
         start = list(MODELS).index(name) * (few or 0)
         self.mechanisms = [(start + i) % len(MECHANISMS) for i in range(few or len(MECHANISMS))]
         if self.case.shared:
@@ -427,14 +426,14 @@ class Pairs:
         kinds = FITTING if fitting else ANY
         kind = list(kinds)[rng.integers(len(kinds))]
 
-        def some(huge: bool) -> Item:
+        def some() -> Item:
             if fitting or rng.random() < 0.4:
-                return odd_values(self.case, rng, huge=huge)
+                return odd_values(self.case, rng)
             return odd_kinds(self.case, rng)
 
         others = [ordinary(self.case, rng)]
-        others += [ordinary(self.case, rng) if rng.random() < 0.7 else some(self.huge_others) for _ in range(rng.integers(7))]
-        own = some(True) if rng.random() < 0.85 else others[rng.integers(len(others))]
+        others += [ordinary(self.case, rng) if rng.random() < 0.7 else some() for _ in range(rng.integers(7))]
+        own = some() if rng.random() < 0.85 else others[rng.integers(len(others))]
         place = 1 + int(rng.integers(len(others)))  # the first record gives the schema, which is public
         joined = [*others[:place], own, *others[place:]]
         what = f"{self.name}, pair {number}: {MECHANISMS[mechanism]}, chunk {chunk}, {kind}, record {own}"
