@@ -59,6 +59,8 @@ MECHANISMS = [
     dpulr.ZerothOrder(repeats=2),
     dpulr.ZerothOrder(repeats=1, directions="sphere", max_grad_norm=0.1),
     dpulr.ZerothOrder(repeats=3, radius=0.1),
+    dpulr.ZerothOrder(repeats=2, precision="bfloat16"),
+    dpulr.ZerothOrder.dp_zo(noise="laplace", max_grad_norm=0.5),
     CoordinateDifferences(coordinates=2),
 ]
 CHUNKS = (None, 1, 3)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpulr
 from dpulr.accounting.events import HiddenDirectionRelease
+from dpulr.mechanisms.check import bound_of
 from dpulr.membership import Membership
 from dpulr.model.batches import count, rows
 from dpulr.model.people import People
@@ -186,6 +187,9 @@ class Replaying(RandomSource):
     def noise(self, size: int) -> GaussianNoise:
         self.own_noise = NoNoise(size)
         return self.own_noise
+
+    def laplace_noise(self, size: int, scale: int) -> Any:
+        return self.noise(size)
 
     def model_randomness(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         return self.draws if self.random_model else contextlib.nullcontext()
@@ -354,7 +358,9 @@ class Replay:
         fitted, step = self.engine.fitted, self.engine.plan.step
         assert step is not None
         if not isinstance(step.release, HiddenDirectionRelease):
-            return {"all": float(difference.norm()) / (fitted.noise_std / step.release.equivalent_noise())}
+            bound = bound_of(step.release, fitted.noise_std)
+            assert bound is not None
+            return {"all": float(difference.norm()) / bound}
         parts, layout = fitted.parts(difference), fitted.layout
         ratios = [site.noise_ratio for site in step.release.sites] + list(step.release.gaussian)
         groups = {layout.label(group): list(group) for group in layout.groups}
