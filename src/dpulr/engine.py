@@ -174,6 +174,7 @@ class PrivacyEngine:
             again=self.mechanism.calls_again,
             weights=weights,
             sites=self.mechanism.uses_sites,
+            rows=setup.rows_of_a_pass(request),
         )
         setup.check_weights_of_loss(loss_fn, self.mechanism, self.forward, model)
         self.task, size = task_of(self.mechanism, self.forward, self.optimizer, request)
@@ -214,7 +215,7 @@ class PrivacyEngine:
             self._account.void(against)
         if self.ranks.rank == 0:
             setup.warn_of_weak_settings(self.plan, self.task, target_epsilon, stacklevel=2)
-            setup.advise(self.plan, lambda: self.notes, stacklevel=2)
+        self.advises = self.ranks.rank == 0  # whether `notes` are said, as a warning
 
     # --- training -----------------------------------------------------------------------------------------------------
     def batches(self, steps: int | None = None) -> Batches:
@@ -226,7 +227,12 @@ class PrivacyEngine:
                 "engine.epochs(); for more steps plan them, by epochs or steps.",
                 stacklevel=2,
             )
-        return Batches(self._drawing.until(end, self._watch.check), lambda: max(0, end - self.steps_taken))
+        return Batches(self._drawing.until(end, self._before_batch), lambda: max(0, end - self.steps_taken))
+
+    def _before_batch(self) -> None:
+        self._watch.check()
+        if self.advises and self.steps_taken == 1:  # nobody waits for it before the first step
+            setup.advise(self.plan, lambda: self.notes, stacklevel=4)
 
     def epochs(self) -> Epochs:
         """The rest of the run by epochs: `for epoch in engine.epochs(): for x, y in epoch: engine.step(x, y)`."""
