@@ -38,7 +38,7 @@ class Run:
         noted: bool = False,
         axes: Sequence[int] = (),
     ) -> None:
-        self._again = partial(Run, model, loss_fn, batch, kept, seen, scratch, noted=True)
+        self.again: Callable[[], Run] = partial(Run, model, loss_fn, batch, kept, seen, scratch, noted=True)
         self.kept, self.axes = kept, list(axes)
         self._calls: list[tuple[str, Any, Any]] | None = None
         handles = self._noted(model) if noted else []
@@ -66,7 +66,7 @@ class Run:
     def calls(self) -> list[tuple[str, Any, Any]]:
         """Copies of everything: so the pass is repeated for them, where a difference has been found."""
         if self._calls is None:
-            self._calls = self._again().calls
+            self._calls = self.again().calls
         return self._calls
 
     def of(self, kept: Tensor) -> Run:
