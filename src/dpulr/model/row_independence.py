@@ -54,7 +54,7 @@ def check_rows(
     seen = observe(model, loss_fn, example, device) if seen is None else seen
     check = _Check(model, loss_fn, example, device, seen)
     with check.start.fresh():
-        first = check.run(check.batch, noted=True)
+        first = check.run(check.batch)
         if first.losses.shape != (check.records,):
             raise ModelRefused(
                 f"the loss function must return one value per record: for {check.records} records it returned shape "
@@ -146,11 +146,19 @@ class _Check:
         """A pass after another must give what a pass from the start gives. Returns what they have written."""
         self.run(self.batch, fresh=False)
         written = self.start.written()
-        refuse_difference(self.model, first, self.run(self.batch, noted=True, fresh=False), _state(written), _FRESH)
+        second = self.run(self.batch, fresh=False)
+        second.again = self._noted_after_itself
+        refuse_difference(self.model, first, second, _state(written), _FRESH)
         self._shake(written)
         refuse_difference(self.model, first, self.tried(self.batch, fresh=False), _state(written), _FRESH)
         self.start.put_back()
         return written
+
+    def _noted_after_itself(self) -> Run:
+        """Only where something differs: copies of all that modules put out may be as large as the model."""
+        self.start.put_back()
+        self.run(self.batch, fresh=False)
+        return self.run(self.batch, noted=True, fresh=False)
 
     def _shake(self, written: list[Place]) -> None:
         """Put noise on what a pass has written of its records: a state that decides little by itself shows then."""
