@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from dpulr import Gradient, HiddenDirection, ZerothOrder
 from dpulr.errors import ModelRefused
 from dpulr.mechanisms.base import FittedMechanism
 from dpulr.randomness import Directions
-from tests.support.pretend_device import DEVICE, OnDevice, PretendDevice, moved, values
+from tests.support.pretend_device import DEVICE, OnDevice, PretendDevice, values
+from tests.support.small_cli import SMALL, Ended
 
 RECORDS = 60
 TARGETS = torch.arange(RECORDS) % 3
@@ -134,7 +136,7 @@ def test_a_step_stays_on_the_device(mechanism: Any, make: Any, shape: tuple[int,
     expected = trained(engine_of(make(), mechanism, shape, more))
     torch.manual_seed(0)
     with PretendDevice() as device:
-        engine = engine_of(moved(make()), mechanism, shape, more)
+        engine = engine_of(make().to(DEVICE), mechanism, shape, more)
         device.left.clear()
         found = trained(engine)
     assert set(device.left) <= PUBLIC | (OWNERS if "unit" in more else set())
@@ -147,13 +149,26 @@ def test_scores_and_states_on_the_device() -> None:
     model, data = mlp(), TensorDataset(torch.randn(RECORDS, 4), TARGETS)
     expected = dpulr.evaluate(model, data)
     with PretendDevice():
-        engine = engine_of(moved(model), "gradient", FLAT, {})
+        engine = engine_of(model.to(DEVICE), "gradient", FLAT, {})
         assert dpulr.evaluate(engine.model, data) == expected
         assert -1 < engine.private_accuracy(data, epsilon=5.0) < 2
         trained(engine)
         state = engine.state_dict()
         engine.load_state_dict(state)
     assert all(tensor.device == DEVICE for tensor in state["model"].values())
+
+
+@pytest.mark.slow
+def test_a_run_on_the_device(tmp_path: Path, run_cli: Callable[..., Ended]) -> None:
+    """Train, checkpoint, evaluate with and without noise, and resume."""
+    folder, place = tmp_path / "run", ("--mechanism", "hidden-direction", "--device", DEVICE.type)
+    with PretendDevice():
+        ended = run_cli("train", *SMALL, *place, "--steps", 4, "--evaluations", 2, "--out", folder)
+        assert ended.code == 0, ended.err
+        assert run_cli("resume", folder, "--epsilon", 9, "--steps", 6).code == 0
+        more = ("--holdout", 60, "--evaluation-epsilon", 0.5, "--evaluations", 1)
+        assert run_cli("train", *SMALL, *place, *more, "--steps", 4, "--out", tmp_path / "noisy").code == 0
+    assert run_cli("evaluate", folder).code == 0  # on the CPU again
 
 
 def test_devices_that_can_not_train_are_named() -> None:
@@ -187,13 +202,13 @@ def test_a_step_that_hops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise added on the CPU; directions that were never moved."""
     privatise, normal = FittedMechanism.privatise, Directions.normal
     with PretendDevice() as device:
-        engine = engine_of(moved(mlp()), HiddenDirection(), FLAT, {})
+        engine = engine_of(mlp().to(DEVICE), HiddenDirection(), FLAT, {})
         device.left.clear()
         with monkeypatch.context() as patch:
             patch.setattr(FittedMechanism, "privatise", lambda own, total, noise: privatise(own, total.cpu().to(DEVICE), noise))
             trained(engine)
             assert device.left
-        engine = engine_of(moved(mlp()), HiddenDirection(), FLAT, {})
+        engine = engine_of(mlp().to(DEVICE), HiddenDirection(), FLAT, {})
         monkeypatch.setattr(Directions, "normal", lambda own, *shape: values(normal(own, *shape)))
         with pytest.raises(Exception, match="same device"):
             trained(engine)

@@ -47,7 +47,11 @@ def test_advice_is_given_once_and_only_for_runs_that_are_worth_it(monkeypatch: p
     def said(**changes: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            engine(small_mlp(), **{"insecure_noise_seed": None, "mechanism": "hidden-direction", "steps": 50, **changes})
+            private = engine(small_mlp(), **{"insecure_noise_seed": None, "mechanism": "hidden-direction", "steps": 50, **changes})
+            for _ in range(2):
+                assert not [warning for warning in caught if warning.category is Advice]  # not before the first step
+                private.step(*next(private.batches()))
+        assert all(warning.filename == __file__ for warning in caught if warning.category is Advice)
         return [str(warning.message) for warning in caught if warning.category is Advice]
 
     assert said(steps=49) == said(mechanism="gradient") == said(insecure_noise_seed=1) == []

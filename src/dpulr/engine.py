@@ -6,6 +6,7 @@ made of lies in `parts/`. The engine stops before the step that would exceed the
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -173,6 +174,7 @@ class PrivacyEngine:
             again=self.mechanism.calls_again,
             weights=weights,
             sites=self.mechanism.uses_sites,
+            rows=setup.rows_of_a_pass(request),
         )
         setup.check_weights_of_loss(loss_fn, self.mechanism, self.forward, model)
         self.task, size = task_of(self.mechanism, self.forward, self.optimizer, request)
@@ -213,7 +215,7 @@ class PrivacyEngine:
             self._account.void(against)
         if self.ranks.rank == 0:
             setup.warn_of_weak_settings(self.plan, self.task, target_epsilon, stacklevel=2)
-            setup.advise(self.plan, lambda: self.notes, stacklevel=2)
+        self.advises = self.ranks.rank == 0  # whether `notes` are said, as a warning
 
     # --- training -----------------------------------------------------------------------------------------------------
     def batches(self, steps: int | None = None) -> Batches:
@@ -225,7 +227,12 @@ class PrivacyEngine:
                 "engine.epochs(); for more steps plan them, by epochs or steps.",
                 stacklevel=2,
             )
-        return Batches(self._drawing.until(end, self._watch.check), lambda: max(0, end - self.steps_taken))
+        return Batches(self._drawing.until(end, self._before_batch), lambda: max(0, end - self.steps_taken))
+
+    def _before_batch(self) -> None:
+        self._watch.check()
+        if self.advises and self.steps_taken == 1:  # nobody waits for it before the first step
+            setup.advise(self.plan, lambda: self.notes, stacklevel=4)
 
     def epochs(self) -> Epochs:
         """The rest of the run by epochs: `for epoch in engine.epochs(): for x, y in epoch: engine.step(x, y)`."""
@@ -242,7 +249,7 @@ class PrivacyEngine:
                 total = self.fitted.sum_of_bounded_signals(batch, public, self._directions)
             else:
                 total = self.fitted.sum_over_people(batch, people, public, self._directions)
-            values = self.ranks.released(total, lambda own: self.fitted.privatise(own, self._noise.draw().to(device)))
+            values = self.ranks.released(total, lambda own: self.fitted.privatise(own, self._noise.draw().to(device)), self.spacing)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
         if self._sets_rate:
@@ -278,6 +285,12 @@ class PrivacyEngine:
             with computing(self.forward, self._source):
                 total += sum_of_vectors(self.forward, vectors, batch, WITH_MARGIN * bound, release.numbers)
         return noised(total, self._source.noise(release.numbers).draw().to(device), release.noise_multiplier * bound)
+
+    @cached_property
+    def spacing(self) -> float | None:
+        """The grid on which ranks send their shares as whole numbers; None where a sum may be too large for that."""
+        bound = self.fitted.noise_std / self.plan.noise_multiplier if self.plan.noise_multiplier else math.inf
+        return self.fitted.spacing(8 * self.plan.expected_batch_size * bound)
 
     @cached_property
     def notes(self) -> list[str]:

@@ -15,6 +15,7 @@ import secrets
 import warnings
 from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ class HeldOut:
         with evaluating(model), warnings.catch_warnings(action="ignore"), without_compiling(model), stand_ins(model):
             seen = observe(model, _sums, self._records.example, self._device)
             self._alone = seen.reads is not None
-            self._scratch = check_rows(model, _sums, self._records.example, self._device, seen=seen, trained=False)
+            try_on = partial(check_rows, model, _sums, self._records.example, self._device)
+            self._scratch = try_on(seen=seen, largest=batch_size, trained=False)
 
     def noisy_accuracy(self, epsilon: float) -> float:
         """0 to 1. Noise may lead outside; what lies outside is moved to the end."""

@@ -252,6 +252,14 @@ class LaplaceNoise:
         return turns % 2 == 1
 
 
+def public_seed(number: int) -> None:
+    """`torch.manual_seed`; where there is no accelerator, without the tenth of a millisecond, or more, that it takes for those."""
+    if hasattr(torch, "accelerator") and not torch.accelerator.is_available():
+        torch.default_generator.manual_seed(number)
+    else:
+        torch.manual_seed(number)
+
+
 _CPU = torch.device("cpu")
 _TWISTER_WORDS, _TWISTER_OFFSET = 624, 24
 _TWISTER_TEMPLATE = torch.Generator().manual_seed(0).get_state()
@@ -298,12 +306,3 @@ def secret_torch_state() -> Tensor:
     words = state[_TWISTER_OFFSET : _TWISTER_OFFSET + 8 * _TWISTER_WORDS].numpy().view(np.uint64)
     words[:] = np.frombuffer(secrets.token_bytes(4 * _TWISTER_WORDS), dtype=np.uint32)
     return state
-
-
-def seed_torch(seed: int) -> None:
-    """As `torch.manual_seed`, which takes a stack trace for each kind of accelerator that is not there: up to 0.5 ms."""
-    accelerator = getattr(torch, "accelerator", torch.cuda)
-    if accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)

@@ -104,7 +104,7 @@ def test_no_planted_file_lowers_a_printed_epsilon(cache_folder):
     assert acc.planned_epsilon(charges, charges[0].step, 2000, 1e-5) == true
     acc.plan(epsilon=2.0, batch_size=100, epochs=5, dataset_size=10_000)
     assert plant(cache_folder, 0.5) > 1
-    with pytest.raises(BudgetError, match="noise_multiplier=0.5"):  # the search is misled; what it found is priced, and refused
+    with pytest.raises(BudgetError, match=r"noise_multiplier=0\.5"):  # the search is misled; what it found is priced, and refused
         acc.plan(epsilon=2.0, batch_size=100, epochs=5, dataset_size=10_000)
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,12 @@ def test_a_users_module_is_imported_before_its_ledger_is_read(finished: Path, tm
     ended = Forked("report", finished, folder=tmp_path, before=lambda: os.chdir(tmp_path)).end()
     assert "registered" in ended.out
     assert (ended.code, "config.json is not the one" in ended.err) == (3, True)
+
+
+def test_warnings_are_sentences(tmp_path: Path, run_cli: Cli) -> None:
+    """The library's own; another's stay as they are."""
+    with warnings.catch_warnings(action="always"):
+        ended = run_cli("train", *SMALL, "--steps", 1, "--evaluations", 0, "--out", tmp_path / "run")
+    (said,) = [line for line in ended.err.splitlines() if "200 records" in line]
+    assert said.startswith("dpulr: the data set has 200 records; with fewer than")
+    assert "Warning" not in ended.err

@@ -102,8 +102,16 @@ class DeviceGenerator(torch.Generator):
 _REAL_GENERATOR = torch.Generator
 
 
-def _generator(device: Any = "cpu") -> torch.Generator:
-    return DeviceGenerator() if torch.device(device).type == DEVICE.type else _REAL_GENERATOR(device)
+class _Kinds(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _REAL_GENERATOR)
+
+
+class _Generator(torch.Generator, metaclass=_Kinds):
+    """What `torch.Generator` is meanwhile."""
+
+    def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]
+        return DeviceGenerator() if torch.device(device).type == DEVICE.type else _REAL_GENERATOR(device)
 
 
 class _Calls(TorchFunctionMode):
@@ -137,7 +145,8 @@ class PretendDevice(TorchDispatchMode):
 
     def __enter__(self) -> PretendDevice:
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) goes through here
-        torch.Generator = _generator  # type: ignore[misc, assignment]
+        torch.__future__.set_swap_module_params_on_conversion(True)  # module.to(device) takes tensors of another type
+        torch.Generator = _Generator  # type: ignore[misc]
         super().__enter__()
         self._calls.__enter__()
         return self
@@ -146,6 +155,7 @@ class PretendDevice(TorchDispatchMode):
         self._calls.__exit__(*error)
         super().__exit__(*error)
         torch.Generator = _REAL_GENERATOR  # type: ignore[misc]
+        torch.__future__.set_swap_module_params_on_conversion(False)
         torch._C._set_only_lift_cpu_tensors(False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,18 +208,6 @@ def _wrapped(tensor: Tensor) -> Tensor:
         return tensor
     with torch.inference_mode(False):  # such tensors can't be viewed outside of it
         return OnDevice(tensor)
-
-
-def moved(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with its parameters and buffers on the device: `module.to(DEVICE)`, which torch does not do for such tensors."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = torch.nn.Parameter(OnDevice(parameter.detach().clone()), parameter.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = OnDevice(buffer.clone())
-    return module
 
 
 def values(tensor: Tensor) -> Tensor:

@@ -184,6 +184,11 @@ class FittedMechanism(ABC, Generic[Public]):
         """
         return noised(total.double(), noise, self.noise_std, self.shares)
 
+    def spacing(self, largest: float) -> float | None:
+        """The grid on which shares lie, if a signed number of 31 bits counts its cells up to `largest`; None: as floats, then."""
+        spacing = grid_spacing(self.noise_std, self.shares) if self.noise_std > 0 else 0.0
+        return spacing if largest < 2**30 * spacing else None
+
     def split_passes(self, rank: int, size: int) -> None:
         """From now on, compute only this rank's part of what is summed, for every record of the batch."""
         raise InvalidArgument(
@@ -297,9 +302,13 @@ def on_grid(values: Tensor, noise_std: float, shares: int = 1) -> Tensor:
     """
     if noise_std == 0:
         return values
-    coarser = ((shares - 1).bit_length() + 1) // 2
-    spacing = 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS + coarser)
+    spacing = grid_spacing(noise_std, shares)
     return values.div_(spacing).round_().mul_(spacing)
+
+
+def grid_spacing(noise_std: float, shares: int = 1) -> float:
+    coarser = ((shares - 1).bit_length() + 1) // 2
+    return 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS + coarser)
 
 
 def weighted(factors: Tensor, z: Tensor) -> Tensor:

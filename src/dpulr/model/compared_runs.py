@@ -20,7 +20,7 @@ from dpulr.model.losses import LossFunction
 from dpulr.model.quantised import DYNAMIC, is_dynamic
 from dpulr.model.scratch import Scratch
 from dpulr.model.value_reads import Seen
-from dpulr.randomness import seed_torch
+from dpulr.randomness import public_seed
 
 
 class Run:
@@ -38,7 +38,7 @@ class Run:
         noted: bool = False,
         axes: Sequence[int] = (),
     ) -> None:
-        self._again = partial(Run, model, loss_fn, batch, kept, seen, scratch, noted=True)
+        self.again: Callable[[], Run] = partial(Run, model, loss_fn, batch, kept, seen, scratch, noted=True)
         self.kept, self.axes = kept, list(axes)
         self._calls: list[tuple[str, Any, Any]] | None = None
         handles = self._noted(model) if noted else []
@@ -46,7 +46,7 @@ class Run:
         parts = [row(batch, i) for i in range(size)] if one_by_one else [batch]
         try:
             with torch.inference_mode(), torch.random.fork_rng():
-                seed_torch(0)
+                public_seed(0)
                 with EqualRows(1 if one_by_one else size) if seen.draws else nullcontext():
                     outputs = [_called(model, inputs, scratch) for inputs, _ in parts]
                     losses = [loss_fn(output, targets) for output, (_, targets) in zip(outputs, parts, strict=True)]
@@ -66,7 +66,7 @@ class Run:
     def calls(self) -> list[tuple[str, Any, Any]]:
         """Copies of everything: so the pass is repeated for them, where a difference has been found."""
         if self._calls is None:
-            self._calls = self._again().calls
+            self._calls = self.again().calls
         return self._calls
 
     def of(self, kept: Tensor) -> Run:

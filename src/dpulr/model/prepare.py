@@ -25,7 +25,8 @@ from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.passes import Marks, Move, Passes, hooks
 from dpulr.model.quantised import refuse_observers
-from dpulr.model.row_independence import check_rows
+from dpulr.model.row_independence import LARGEST, check_rows
+from dpulr.model.scratch import Scratch
 from dpulr.model.shared_sites import RepeatedSite, SharedSite
 from dpulr.model.sites import OutputSite, Space, WeightSite, make_site
 from dpulr.model.trained_layers import (
@@ -57,6 +58,7 @@ def prepare(
     again: bool = False,
     weights: WeightFunction | None = None,
     sites: bool = True,
+    rows: int = 0,
 ) -> Forward:
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
@@ -64,6 +66,7 @@ def prepare(
     gives each record's weight. Without `sites` no layer will be moved by itself: the model is run as a whole, and may hold its
     parameters wherever it likes.
     `shared`: parameters may be shared, by layers or by calls of one; `again`: a linear layer or convolution may be called again.
+    `rows` is how many a pass of a step may have: the model is tried with so many, if its size allows.
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
     model = uncompiled(model)
@@ -78,9 +81,11 @@ def prepare(
         seen = observe(model, loss_fn, example, device)
         if method == "auto":
             model, loss_fn, seen = exported_if_better(model, loss_fn, example, device, seen, sites)
+        find_layers(model, shared=shared or not sites)  # what can't be trained at all is named first
+        scratch = check_rows(model, loss_fn, example, device, seen=seen, largest=max(rows, LARGEST))
         if not sites:
-            return _as_a_whole(model, loss_fn, example, device, seen, weights)
-        return _prepare(model, loss_fn, example, device, seen, space, method, shared, again, weights)
+            return _as_a_whole(model, loss_fn, example, device, seen, scratch, weights)
+        return _prepare(model, loss_fn, example, device, seen, scratch, space, method, shared, again, weights)
 
 
 def _prepare(
@@ -89,6 +94,7 @@ def _prepare(
     example: tuple[Any, Any],
     device: torch.device,
     seen: Seen,
+    scratch: Scratch,
     space: Space,
     method: str,
     shared: bool,
@@ -96,7 +102,6 @@ def _prepare(
     weights: WeightFunction | None,
 ) -> Forward:
     layers = find_layers(model, shared=shared)
-    scratch = check_rows(model, loss_fn, example, device, seen=seen)
     recordwise = seen.reads is not None
     probes = probes_of(example, device)
     kind: Whole = partial(RecordwisePasses if recordwise else HookedPasses, scratch=scratch)
@@ -126,10 +131,10 @@ def _as_a_whole(
     example: tuple[Any, Any],
     device: torch.device,
     seen: Seen,
+    scratch: Scratch,
     weights: WeightFunction | None,
 ) -> Forward:
     """The model without a look at its layers. A parameter that several of them use is listed once."""
-    scratch = check_rows(model, loss_fn, example, device, seen=seen)
     if seen.reads is not None:
         warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
     kind = HookedPasses if seen.reads is None else RecordwisePasses

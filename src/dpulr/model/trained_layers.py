@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.model.layers import has_rule
+from dpulr.model.moved_weights import blocks_of
 from dpulr.model.opaque import is_program
 
 
@@ -181,5 +182,5 @@ def _check_parameter(layer: Layer, name: str, parameter: nn.Parameter) -> None:
         raise ModelRefused(f"parameter '{name}' of {layer.label} is sparse. Noise is dense: use a dense parameter.")
     if parameter.requires_grad and not parameter.is_floating_point():
         raise ModelRefused(f"parameter '{name}' of {layer.label} is of type {parameter.dtype}; only real numbers can be trained.")
-    if not bool(torch.isfinite(parameter.detach()).all()):
+    if not all(bool(torch.isfinite(block).all()) for block in blocks_of(parameter)):
         raise ModelRefused(f"parameter '{name}' of {layer.label} holds NaN or infinity before the first step.")

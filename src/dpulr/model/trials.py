@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dpulr.model.batches import synthetic
-from dpulr.model.moved_weights import put_back_later
+from dpulr.model.moved_weights import blocks_of, put_back_later
 
 Probe = tuple[Any, Any]
 PROBE_SIZES = (2, 3)
@@ -34,6 +34,7 @@ def other_weights(weights: Iterable[nn.Parameter], *, keep: float, noise: float 
     with put_back_later(parameters):
         with torch.no_grad():
             for p in parameters:
-                random = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
-                p.mul_(keep).add_(random, alpha=noise / max(1, p[0].numel() if p.dim() > 1 else 1) ** 0.5)
+                std = noise / max(1, p[0].numel() if p.dim() > 1 else 1) ** 0.5
+                for block in blocks_of(p):  # a large table is not held twice
+                    block.mul_(keep).add_(torch.randn(block.shape, generator=generator, dtype=p.dtype).to(p.device), alpha=std)
         yield

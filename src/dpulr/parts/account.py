@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dpulr import accounting
+from dpulr.accounting.disk_ledger import DiskLedger
 from dpulr.accounting.events import Charge, Release, SampledStep, Unaccounted
 from dpulr.accounting.statement import Guarantee
 from dpulr.distributed.ranks import Alone
@@ -22,6 +23,7 @@ class Account:
         self.plan, self._ranks = plan, ranks
         self.run = ranks.shared(lambda: secrets.token_hex(8))
         self.ledger: accounting.Ledger = _LEDGERS.setdefault(self.run, accounting.Ledger())
+        self._on_disk = False
         self.reasons: list[str] = []
         """Why nothing is certified any more."""
 
@@ -65,9 +67,21 @@ class Account:
     # --- other ledgers ----------------------------------------------------------------------------------------------------
     def use(self, given: accounting.Ledger | Callable[[], accounting.Ledger]) -> None:
         """Charge the steps to this ledger. What it holds counts as spent; the plan shrinks if the target would be exceeded."""
-        if self.ledger.steps > 0:
-            raise StepError(f"this engine has charged {self.ledger.steps} steps that the other ledger does not hold.")
+        if self._charged:
+            raise StepError(f"this engine has charged {self._charged} that the other ledger does not hold.")
         ledger = self._ranks.kept(given if callable(given) else lambda: given)
+        on_disk = self._ranks.shared(lambda: ledger.start.run if isinstance(ledger, DiskLedger) else None)
+        self.run, self._on_disk = on_disk or self.run, on_disk is not None
+        self._adopt(ledger)
+
+    @property
+    def _charged(self) -> str:
+        """What this engine has charged, in words; nothing, if it has not."""
+        if self.ledger.steps > 0:
+            return f"{self.ledger.steps} steps"
+        return "a noisy evaluation" if self.ledger.evaluations else ""
+
+    def _adopt(self, ledger: accounting.Ledger) -> None:
         unaccounted = [charge.step.reason for charge in ledger.charges if isinstance(charge.step, Unaccounted)]
         if unaccounted and self.plan.target_epsilon is not None and not isinstance(self.plan.event, Unaccounted):
             raise BudgetError(f"no target_epsilon can be met on top of a ledger without a guarantee: {unaccounted[0]}.")
@@ -81,24 +95,23 @@ class Account:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave, or go back to it: what this process has charged to that run since then stays charged."""
         run = state.get("run")
-        if run != self.run:
-            if self.ledger.steps > 0:
-                raise StepError(
-                    f"this engine has charged {self.ledger.steps} steps, which a state of another run does not hold. To take over "
-                    "other weights use model.load_state_dict(state['model']) and engine.parameters_changed(public=True): the "
-                    "engine goes on counting."
-                )
+        if run != self.run and self._charged:
+            raise StepError(
+                f"this engine has charged {self._charged}, which a state of another run does not hold. To take over "
+                "other weights use model.load_state_dict(state['model']) and engine.parameters_changed(public=True): the "
+                "engine goes on counting."
+            )
+        known = _LEDGERS.get(run or self.run, self.ledger)
+        known.hold_at_least(accounting.Ledger.from_dict(state["ledger"]))
+        if self._on_disk:  # what is charged stays there
+            self.ledger.hold_at_least(known)
+            self._adopt(self.ledger)
+        else:
             self.run = run or self.run
-            self.use(lambda: _largest(self.run, accounting.Ledger.from_dict(state["ledger"])))
+            self._adopt(known)
         for reason in state.get("reasons", ()):
             self.void(str(reason))
 
 
 _LEDGERS: dict[str, accounting.Ledger] = {}
 """The ledger of every run of this process: an engine that loads a state of one goes on with it, so that nothing is forgotten."""
-
-
-def _largest(run: str, ledger: accounting.Ledger) -> accounting.Ledger:
-    """The ledger that this process knows of a run, unless a stored state of it holds more."""
-    known = _LEDGERS.get(run)
-    return ledger if known is None or known.steps < ledger.steps else known

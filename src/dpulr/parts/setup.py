@@ -27,6 +27,7 @@ from dpulr.model.weights import WeightFunction, lost_weights
 from dpulr.plan import Plan, Request
 from dpulr.randomness import RandomSource
 
+_REPLAYED, _MOST_ROWS = 64, 8_000
 _WORTH_ADVICE = 50  # steps: to find the advice takes about as long as one or two
 _ADVISED: list[str] = []
 """What was said to the user of this process; nothing is said twice."""
@@ -49,6 +50,11 @@ def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer | Literal["a
         return optimizer
     validate.one_of("optimizer", optimizer, ("auto",))
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0, momentum=MOMENTUM)
+
+
+def rows_of_a_pass(request: Request) -> int:
+    """About as many as the largest pass of a step has: repeats and layers share one. It depends on public numbers only."""
+    return int(min(_REPLAYED * request.expected * request.per_person, _MOST_ROWS))
 
 
 def people_of(dataset: Any, unit: Unit, ranks: Alone, source: RandomSource) -> Membership:

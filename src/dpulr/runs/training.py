@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from dpulr import __version__
 from dpulr.accounting.events import Release
 from dpulr.auto import Choice, Task, choose, scheduled
 from dpulr.engine import PrivacyEngine
-from dpulr.errors import Advice, UsageError
+from dpulr.errors import UsageError
 from dpulr.model.batches import synthetic
 from dpulr.parts.computing import computing
 from dpulr.randomness import RandomSource
@@ -46,15 +45,7 @@ class Training:
         if settings.seconds is not None and settings.steps is None and not open_end:
             settings = _within_seconds(settings, train, model)
         self.optimizer = make_optimizer(settings, model)  # the rate is set in each step
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Advice)  # a run shows the engine's notes itself
-            self.engine = self._engine(settings, train, model, round, open_end)
-        self.settings = _settled(settings, self.engine)
-        if settings.temperature is not None:
-            self._check_temperature()
-
-    def _engine(self, settings: Settings, train: Dataset[Any], model: nn.Module, round: int, open_end: bool) -> PrivacyEngine:
-        return PrivacyEngine(
+        self.engine = PrivacyEngine(
             model,
             self.optimizer,
             train,
@@ -74,6 +65,10 @@ class Training:
             unit=make_unit(settings),
             max_per_person=settings.max_per_person,
         )
+        self.engine.advises = False  # a run shows the engine's notes itself
+        self.settings = _settled(settings, self.engine)
+        if settings.temperature is not None:
+            self._check_temperature()
 
     def _check_temperature(self) -> None:
         """Before anything is charged."""
