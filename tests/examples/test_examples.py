@@ -329,7 +329,7 @@ def test_errors_are_a_loss(example: ModuleType) -> None:
 
 @use("spiking")
 def test_snntorch_on_mnist(example: ModuleType) -> None:
-    engine, accuracy = example.main(epochs=1 / 30, repeats=1)
+    engine, accuracy = example.main(epochs=1 / 100, repeats=1)
     assert [site.name for site in engine.forward.sites] == ["first", "last"]
     assert engine.mechanism.radius > 0.1
     assert 0 < accuracy < 1
