@@ -1,5 +1,5 @@
-"""What `mkdocs build` does beside its own: new pages go into the navigation, examples are on the site, links to other files outside
-of docs/ become names, formulas render.
+"""What `mkdocs build` does beside its own: examples are on the site, links to other files outside of docs/ become names, formulas
+render.
 
 Formulas are written as ```math blocks in TeX, as forges render them; here they become MathML, which browsers draw without a script.
 """
@@ -13,19 +13,6 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 EXAMPLES = DOCS.parent / "examples"
-LATER = {"Guides": {"beyond-backprop.md": "Beyond backpropagation", "language-models.md": "Language models", "scale.md": "Scale"}}
-LATER["Guides"] |= {"tune.md": "Tuning under the guarantee", "features.md": "Public features"}
-
-
-def on_config(config: Any) -> Any:
-    """Pages of other authors, once they are there."""
-    named = re.findall(r"[\w/-]+\.md", str(config["nav"]))
-    for section in config["nav"]:
-        for title, pages in section.items():
-            for name, words in LATER.get(title, {}).items():
-                if (DOCS / name).exists() and name not in named:
-                    pages.append({words: name})
-    return config
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

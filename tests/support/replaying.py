@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpulr
 from dpulr.accounting.events import HiddenDirectionRelease
+from dpulr.mechanisms.check import bound_of
 from dpulr.membership import Membership
 from dpulr.model.batches import count, rows
 from dpulr.model.people import People
@@ -186,6 +187,9 @@ class Replaying(RandomSource):
     def noise(self, size: int) -> GaussianNoise:
         self.own_noise = NoNoise(size)
         return self.own_noise
+
+    def laplace_noise(self, size: int, scale: int) -> Any:
+        return self.noise(size)
 
     def model_randomness(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         return self.draws if self.random_model else contextlib.nullcontext()
@@ -354,7 +358,9 @@ class Replay:
         fitted, step = self.engine.fitted, self.engine.plan.step
         assert step is not None
         if not isinstance(step.release, HiddenDirectionRelease):
-            return {"all": float(difference.norm()) / (fitted.noise_std / step.release.equivalent_noise())}
+            bound = bound_of(step.release, fitted.noise_std)
+            assert bound is not None
+            return {"all": float(difference.norm()) / bound}
         parts, layout = fitted.parts(difference), fitted.layout
         ratios = [site.noise_ratio for site in step.release.sites] + list(step.release.gaussian)
         groups = {layout.label(group): list(group) for group in layout.groups}
@@ -376,16 +382,9 @@ class Leak(AssertionError):
     """One record did more than its share."""
 
 
-def compare(
-    replay: Replay, data: Any, neighbour: Any, seed: int = 0, *, without: Sequence[str] = (), tolerance: float = TOLERANCE
-) -> dict[str, float]:
-    """A step on `data` and one on `neighbour`, which has one record more. Returns the shares; raises where they are too large.
-
-    `without` names what is known to differ and has a test of its own; so has a `tolerance` that is not the usual one.
-    """
+def compare(replay: Replay, data: Any, neighbour: Any, seed: int = 0) -> dict[str, float]:
+    """A step on `data` and one on `neighbour`, which has one record more. Returns the shares; raises where they are too large."""
     first, second = replay.record(data, seed), replay.record(neighbour, seed)
-    for name in without:
-        first.seen[name] = second.seen[name] = None
     if first.seen != second.seen:
         differ = {name: (value, second.seen[name]) for name, value in first.seen.items() if value != second.seen[name]}
         raise Leak(f"one record more, and this can be seen: {differ}")
@@ -400,6 +399,6 @@ def compare(
     if first.total.shape != second.total.shape or not bool(torch.isfinite(second.total).all()):
         raise Leak("one record changes the shape of the sum, or makes it infinite")
     shares = replay.shares(second.total - first.total)
-    if max(shares.values()) > 1 + tolerance:
+    if max(shares.values()) > 1 + TOLERANCE:
         raise Leak(f"one record moves the sum by {max(shares.values()):.7g} of its bound: {shares}")
     return shares

@@ -24,7 +24,7 @@ from dpulr.model.forward import Forward
 from dpulr.model.people import People
 from dpulr.model.trials import other_weights
 from dpulr.plan import Plan
-from dpulr.randomness import Directions
+from dpulr.randomness import Directions, public_seed
 
 _SEED = 20_240_303  # public: only synthetic records depend on it
 _OTHERS = (22, 0)  # sizes of batches that a record joins; 22 and 23 are unlikely to be the length of any other axis
@@ -119,7 +119,7 @@ def _total(
     fitted: FittedMechanism[Any], forward: Forward, batch: Batch, owners: list[int], public: Any, most: int
 ) -> tuple[Tensor, bool]:
     """The sum over a batch in which every record draws the same numbers, and whether the model draws any."""
-    torch.manual_seed(_SEED)
+    public_seed(_SEED)
     records, people = max(len(owners), 1), max(len(set(owners)), 1)
     directions = _EqualDirections((records, people), forward.device, forward.dtype)
     with EqualRows(records, public=True) as equal:

@@ -20,6 +20,7 @@ from dpulr.model.losses import LossFunction
 from dpulr.model.quantised import DYNAMIC, is_dynamic
 from dpulr.model.scratch import Scratch
 from dpulr.model.value_reads import Seen
+from dpulr.randomness import public_seed
 
 
 class Run:
@@ -45,7 +46,7 @@ class Run:
         parts = [row(batch, i) for i in range(size)] if one_by_one else [batch]
         try:
             with torch.inference_mode(), torch.random.fork_rng():
-                torch.manual_seed(0)
+                public_seed(0)
                 with EqualRows(1 if one_by_one else size) if seen.draws else nullcontext():
                     outputs = [_called(model, inputs, scratch) for inputs, _ in parts]
                     losses = [loss_fn(output, targets) for output, (_, targets) in zip(outputs, parts, strict=True)]

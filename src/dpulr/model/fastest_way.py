@@ -24,6 +24,7 @@ from dpulr.model.trained_layers import find_layers
 from dpulr.model.trials import CLOSE, SEED, Probe, other_weights, probes_of
 from dpulr.model.value_reads import Seen, observe
 from dpulr.model.whole_passes import HookedPasses
+from dpulr.randomness import public_seed
 
 _LOG = logging.getLogger("dpulr")
 
@@ -83,7 +84,7 @@ def _verify_export(model: Any, program: Any, probe: Probe, *, draws: bool) -> No
     """Program and model must agree on a batch, and on a record alone; with dropout, under equal masks."""
 
     def losses(parts: Any, batch: Probe) -> Tensor:
-        torch.manual_seed(SEED)
+        public_seed(SEED)
         with EqualRows(1, counted=False) if draws else nullcontext():
             found: Tensor = parts[1](call_on_copy(parts[0], batch[0]), batch[1])
         return found
@@ -102,7 +103,7 @@ def _verify(traced: TracedPasses, whole: HookedPasses, probe: Probe, *, draws: b
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.random.fork_rng())
-        torch.manual_seed(SEED)
+        public_seed(SEED)
         if draws:
             stack.enter_context(EqualRows(1, counted=False))
         clean, hooked = traced.clean(*probe), whole.clean(*probe)

@@ -14,6 +14,7 @@ from dpulr.model.passes import Move, Passes
 from dpulr.model.sites import Site
 from dpulr.model.trained_layers import Layer, sharing
 from dpulr.model.trials import CLOSE, PROBE_SIZES, SEED, Probe, other_weights
+from dpulr.randomness import public_seed
 
 
 def carries_records(layer: Layer, small: Call, large: Call) -> tuple[bool, ...]:
@@ -66,10 +67,10 @@ def refuse_use_elsewhere(passes: Passes, probe: Probe) -> None:
             if i not in alone:  # what it shares is used elsewhere on purpose
                 continue
             fixed = clean.calls[i].output.unsqueeze(0)
-            torch.manual_seed(SEED)
+            public_seed(SEED)
             base = passes.losses(clean, [Move(i, fixed.clone())])  # the model may overwrite it
             with other_weights(layer.parameters.values(), keep=1.0):
-                torch.manual_seed(SEED)
+                public_seed(SEED)
                 moved = passes.losses(clean, [Move(i, fixed.clone())])
             if not torch.allclose(base, moved, **CLOSE):
                 raise ModelRefused(
@@ -83,14 +84,14 @@ def check_alignment(passes: Passes, probe: Probe) -> None:
     """Noise on a record must reach that record's loss only."""
     with torch.inference_mode(), torch.random.fork_rng():
         for i, layer in enumerate(passes.layers):
-            torch.manual_seed(SEED)
+            public_seed(SEED)
             clean = passes.clean(*probe)
             output = clean.calls[i].output
             moved = output.clone()
             moved[0] += torch.randn_like(moved[0])
             found = []
             for own in (output, moved):
-                torch.manual_seed(SEED)
+                public_seed(SEED)
                 found.append(passes.losses(clean, [Move(i, own.unsqueeze(0))])[0, 0, 1:])
             if not torch.allclose(found[0], found[1], **CLOSE):
                 raise ModelRefused(f"downstream of {layer.label} records are mixed: noise on record 0 reaches the loss of another.")

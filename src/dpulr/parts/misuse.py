@@ -80,9 +80,15 @@ class Watch:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Numbers as whole numbers of the same size."""
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(values.element_size(), torch.uint8)
-    return values.detach().contiguous().view(kind)
+    """The bits of numbers, 64 of them at a time if that comes out even: sums of these are quickest."""
+    flat = values.detach().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    width = flat.element_size()
+    even = flat.numel() * width % 8 == flat.storage_offset() * width % 8 == 0
+    return flat.view(_WHOLE[8 if even else width])
+
+
+_WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def _place() -> str:
