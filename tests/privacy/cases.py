@@ -422,6 +422,8 @@ class Pairs:
         while replay is None:
             mechanism = self.mechanisms[rng.integers(len(self.mechanisms))]
             replay = self.replay(mechanism)
+            if all(own in self._replays and self._replays[own] is None for own in self.mechanisms):  # else it would never end
+                self.mechanisms = list(range(len(MECHANISMS)))
         chunk = CHUNKS[rng.integers(len(CHUNKS))]
         replay.in_parts_of(chunk)
         fitting = self.case.looks != "both" and rng.random() < 0.4

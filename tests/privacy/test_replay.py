@@ -26,7 +26,7 @@ from tests.support.own_mechanism import CoordinateDifferences, FittedCoordinates
 from tests.support.replaying import Leak, Replay, Replaying, compare
 
 QUICK, SLOW = 13, 440
-FEW = 2
+FEW = 4
 
 
 def replayed(pairs: Pairs, numbers: range, capfd: pytest.CaptureFixture[str]) -> int:
