@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from reproduction.pages import table
 from reproduction.results_file import described, found
 from reproduction.run import Run
@@ -15,30 +17,41 @@ _ALIKE = (  # what the time of an epoch depends on, first the closest likeness
 )
 
 
-def hours(runs: list[Run]) -> float:
+class Hours:
     """An estimate for one core, from the seconds of the results that are there: those of the runs most alike, by epoch."""
-    total = 0.0
-    for run in runs:
-        values = run.describe()
+
+    def __init__(self) -> None:
+        self._per_epoch: dict[str, float | None] = {}
+
+    def of(self, runs: list[Run]) -> float:
+        return sum(run.settings.epochs * self._seconds(run.describe()) for run in runs) / 3600
+
+    def _seconds(self, values: dict[str, Any]) -> float:
+        """Of an epoch; 0 where nothing is like it."""
         for names in _ALIKE:
-            alike = [
-                r
-                for file in ("paper.json", "certified.json", "held-out.json")
-                for r in described(file, **{n: values[n] for n in names})
-            ]
-            if alike:
-                total += run.settings.epochs * sum(r["seconds"] / r["run"]["epochs"] for r in alike) / len(alike)
-                break
-    return total / 3600
+            wanted = {name: values[name] for name in names}
+            known = repr(wanted)
+            if known not in self._per_epoch:
+                self._per_epoch[known] = _mean(wanted)
+            found = self._per_epoch[known]
+            if found is not None:
+                return found
+        return 0.0
+
+
+def _mean(wanted: dict[str, Any]) -> float | None:
+    """Seconds per epoch of the results that these words describe."""
+    alike = [r for file in ("paper.json", "certified.json", "held-out.json") for r in described(file, **wanted)]
+    return sum(r["seconds"] / r["run"]["epochs"] for r in alike) / len(alike) if alike else None
 
 
 def listing(seeds: int) -> str:
     """All studies: how many runs, how many are known, and about how many hours the others take on one core."""
-    rows = []
+    rows, hours = [], Hours()
     for study in studies().values():
         runs = study.runs(study.choice(seeds=seeds))
         missing = [run for run in runs if not found([run])]
-        counts = [f"{len(runs)}", f"{hours(runs):.1f}", f"{len(missing)}", f"{hours(missing):.1f}"]
+        counts = [f"{len(runs)}", f"{hours.of(runs):.1f}", f"{len(missing)}", f"{hours.of(missing):.1f}"]
         rows.append([study.name, f"{study.epochs}", *counts, study.about])
     rows += [[name, "-", "-", all_hours, "-", "-", about] for name, (all_hours, about) in OTHERS.items()]
     return table(["study", "epochs", "runs", "hours", "of them to run", "hours", "what"], rows)

@@ -155,7 +155,7 @@ PLANE = {
 }
 
 
-@pytest.mark.parametrize("noise", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("noise", [pytest.param(0.4, marks=pytest.mark.slow), 1.0, pytest.param(3.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PLANE)
 def test_plane_densities_are_dominated(name, noise):
     ratio, p = plane_ratio(PLANE[name], noise)
@@ -171,7 +171,7 @@ BITS = {
 }
 
 
-@pytest.mark.parametrize("noise", [0.4, 1.5])
+@pytest.mark.parametrize("noise", [0.4, pytest.param(1.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BITS)
 def test_plane_fractional_bits_are_dominated(name, noise):
     """b anywhere in [-1, 1], not only at its ends."""
@@ -202,7 +202,7 @@ SPACE = {
 }
 
 
-@pytest.mark.parametrize("noise", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("noise", [0.4, pytest.param(1.0, marks=pytest.mark.slow), pytest.param(3.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SPACE)
 def test_space_densities_are_dominated(name, noise):
     ratio, p = space_ratio(SPACE[name], noise)
@@ -214,7 +214,14 @@ def test_space_densities_are_dominated(name, noise):
 
 @pytest.mark.parametrize(
     ("dim", "noise", "epsilon"),
-    [(5, 0.5, 4.0), (30, 0.5, 2.0), (128, 0.2, 6.0), (128, 1.0, 0.3), (2000, 0.1, 6.0), (20_000, 0.05, 8.0)],
+    [
+        (5, 0.5, 4.0),
+        pytest.param(30, 0.5, 2.0, marks=pytest.mark.slow),
+        pytest.param(128, 0.2, 6.0, marks=pytest.mark.slow),
+        (128, 1.0, 0.3),
+        pytest.param(2000, 0.1, 6.0, marks=pytest.mark.slow),
+        pytest.param(20_000, 0.05, 8.0, marks=pytest.mark.slow),
+    ],
 )
 def test_importance_sampled_monte_carlo(dim, noise, epsilon):
     """200,000 draws around the likeliest place of the divergence. False alarm at 4.5 standard errors: below 1e-5 in all."""

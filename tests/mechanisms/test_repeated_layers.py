@@ -192,7 +192,7 @@ def over_time(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("make", "loss_fn"),
-    [(Tutorial, over_time), (Looped, LOSS), (Recurrent, LOSS), (RateCoded, LOSS)],
+    [(Tutorial, over_time), (Looped, LOSS), (Recurrent, LOSS), pytest.param(RateCoded, LOSS, marks=pytest.mark.slow)],
     ids=["membranes in the loop", "membranes in the neurons", "recurrent", "rate-coded"],
 )
 def test_networks_of_snntorch_are_trained_as_they_are(make: Any, loss_fn: Any) -> None:

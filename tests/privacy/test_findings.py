@@ -553,7 +553,7 @@ def lopsided(features: int, records: int, large: float = 1.0, small: float = 1.7
     return x
 
 
-@pytest.mark.parametrize("small", [3e-5, 1e-4, 2.4e-4, 3.4e-4, 1e-3])
+@pytest.mark.parametrize("small", [2.4e-4, 1e-3, *(pytest.param(own, marks=pytest.mark.slow) for own in (3e-5, 1e-4, 3.4e-4))])
 @pytest.mark.parametrize(
     "mechanism", [dpulr.HiddenDirection(repeats=1, subspace=None), dpulr.Gaussian(repeats=1)], ids=lambda mechanism: mechanism.name
 )
@@ -599,7 +599,7 @@ def moved_by_raising(radius: float) -> float:
     return max(replay.shares(joined - alone).values())
 
 
-@pytest.mark.parametrize("radius", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("radius", [*(pytest.param(own, marks=pytest.mark.slow) for own in (1e-1, 1e-2)), 1e-3])
 def test_a_record_that_raises_hardly_moves_the_others(radius: float) -> None:
     """Finding 12, f04: 400 others are run one by one then, which changes the last bits of their losses. The record adds nothing."""
     assert moved_by_raising(radius) <= 1e-2

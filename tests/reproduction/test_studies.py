@@ -33,6 +33,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, nothing: Path) -> list[Run]:
         return {"run": self.describe(), "epsilon": 1.0, **numbers}
 
     monkeypatch.setattr(Run, "train", train)
+    monkeypatch.setattr("gc.collect", lambda: 0)  # after each run; that takes long in a process of so many tests
     return ran
 
 

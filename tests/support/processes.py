@@ -70,6 +70,9 @@ class Failed:
     def __init__(self, problem: BaseException) -> None:
         self.kind, self.text = type(problem).__name__, str(problem)
 
+    def __repr__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
 
 def _child(rank: int, size: int, store: Path, send: Any, function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)

@@ -296,7 +296,7 @@ class Replay:
                 randomness=self.source,
                 **settings,
             )
-        self.engine.advises = False  # what is said once per process would be said in the second step
+        self.engine.advises = False  # advice is public, and said once per process: before the second step of the first engine
         self.source.follow(self.engine)
         self.engine.on_release(lambda released: self._released.append(released.values))
         self._released: list[Tensor] = []
