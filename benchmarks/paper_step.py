@@ -20,10 +20,10 @@ from benchmarks import results
 from benchmarks.timing import stepped, timed
 
 PARTS = {
-    "forward passes": ["dpulr.paper.mechanism:FittedPaper.estimate"],
+    "forward passes": ["dpulr.paper.step:FittedPaper.estimate"],
     "covariance": ["dpulr.paper.covariance:AffineBlocks.add"],
     "eigenvectors": ["dpulr.paper.covariance:Covariance.decomposed"],
-    "extra noise": ["dpulr.paper.mechanism:FittedPaper.privatise"],
+    "extra noise": ["dpulr.paper.step:FittedPaper.privatise"],
 }
 WARM = 2
 

@@ -46,7 +46,7 @@ class Costs:
 
     def on_network(self, workers: int, batch: float, numbers: int) -> dict[str, float]:
         """Seconds per step on 10 Gbit/s, by cause; each worker has a core of its own."""
-        wire = 2 * (workers - 1) / workers * 8 * numbers / NETWORK
+        wire = 2 * (workers - 1) / workers * 4 * numbers / NETWORK
         return {
             "fixed": self.fixed,
             "records": self.record * batch / workers,

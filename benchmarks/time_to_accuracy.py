@@ -19,13 +19,11 @@ import torch
 
 import dpulr
 from benchmarks import results
-from dpulr import accounting
-from dpulr.accounting.planning import steps_of
 from dpulr.runs import loading
 from dpulr.runs.settings import Settings
 from dpulr.runs.training import Training
 from reproduction.certified import DPSGD, HIDDEN, certified_run, epsilon_of
-from reproduction.opacus import plain_steps, private_steps
+from reproduction.opacus import plain_steps, plan_of, private_steps
 from reproduction.paper_numbers import TABLE1
 
 SETTINGS = ((64, 4.0), (200, 2.0), (500, 1.0), (64, 0.5))
@@ -74,20 +72,15 @@ def _our_steps(settings: Settings, train: Any, model: Any) -> Iterator[None]:
 
 
 def _other_steps(method: str, settings: Settings, train: Any, model: Any) -> Iterator[None]:
-    rate = settings.size / len(train)
-    steps = steps_of(settings.epochs, rate)
+    plan = plan_of(settings, len(train))
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate, momentum=settings.momentum)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps)
     if method == PLAIN:
         each = plain_steps(model, optimizer, train, settings.size)
     else:
-        assert settings.target_epsilon is not None
-        noise = accounting.calibrate(
-            target_epsilon=settings.target_epsilon, delta=settings.target_delta, sample_rate=rate, steps=steps
-        )
-        each = private_steps(model, optimizer, train, batch_size=settings.size, noise_multiplier=noise)
+        each = private_steps(model, optimizer, train, batch_size=settings.size, noise_multiplier=plan.noise_multiplier)
     yield
-    for _ in range(steps):
+    for _ in range(plan.steps):
         next(each)
         schedule.step()
         yield

@@ -19,6 +19,8 @@ import dpulr
 from benchmarks.zoo import MODELS, Case
 from dpulr.model.batches import call_model
 from dpulr.model.replay import TracedPasses
+from dpulr.parts.computing import computing
+from dpulr.randomness import RandomSource
 from reproduction.pages import table
 
 BATCH, RECORDS, ROUNDS = 16, 64, 5
@@ -70,7 +72,7 @@ def measured(name: str) -> list[str]:
     forward, public = engine.fitted, engine.fitted.draw_public(0)
 
     def step() -> None:
-        with engine._computing():
+        with computing(engine.forward, RandomSource()):
             forward.sum_of_bounded_signals((inputs, targets), public, engine._directions)
 
     plain()

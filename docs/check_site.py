@@ -1,5 +1,6 @@
 """Checks a built site as a browser would find it: links and anchors lead somewhere, nothing is fetched from the network, pictures
-have texts for people who don't see them, and the colours of text have enough contrast (WCAG AA) in light and in dark.
+have texts for people who don't see them, the colours of text have enough contrast (WCAG AA) in light and in dark, and no part of a
+formula was taken for markup.
 
 `python docs/check_site.py build/site`; it prints what is wrong and ends with 1.
 """
@@ -14,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 ENOUGH = 4.5
+SHORT_TAGS = {"a", "b", "br", "dd", "dl", "dt", "em", "g", *(f"h{n}" for n in range(1, 7)), "hr", "li", "mi", "mn", "mo", "ms"}
+SHORT_TAGS |= {"ol", "p", "td", "th", "tr", "ul"}
 COLOURS = {  # of site.css and of the theme: text on its background
     "light: text": ("#000000de", "#ffffff"),
     "light: quiet text": ("#0000008f", "#ffffff"),
@@ -37,6 +40,8 @@ class Page(HTMLParser):
         self.anchors: set[str] = set()
         self.silent: list[str] = []
         self.language = ""
+        self.odd: list[str] = []
+        self._emphasis = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -50,6 +55,14 @@ class Page(HTMLParser):
             self.loads.append(values[LOADED[tag]])
         if tag == "img" and not values.get("alt", "").strip():
             self.silent.append(values.get("src", "?"))
+        if len(tag) < 3 and tag not in SHORT_TAGS:
+            self.odd.append(f"<{tag} ...>")
+        self._emphasis = tag == "em"
+
+    def handle_data(self, data: str) -> None:
+        if self._emphasis and not data[:1].isalnum():
+            self.odd.append(data.split("\n")[0])
+        self._emphasis = False
 
 
 def main(site: Path) -> int:
@@ -59,6 +72,7 @@ def main(site: Path) -> int:
         name = path.relative_to(site.resolve())
         wrong += [f"{name}: a picture without a text: {picture}" for picture in page.silent]
         wrong += [f"{name}: loads {address}" for address in page.loads if urlsplit(address).scheme in ("http", "https")]
+        wrong += [f"{name}: part of a formula was taken for markup: {text}" for text in page.odd]
         wrong += [] if page.language else [f"{name}: does not say its language"]
         if name.name != "404.html":
             wrong += [f"{name}: {problem}" for link in page.links if (problem := broken(link, path, pages))]

@@ -1,4 +1,5 @@
-"""What `mkdocs build` does beside its own: new pages go into the navigation, links out of docs/ become names, formulas render.
+"""What `mkdocs build` does beside its own: examples are on the site, links to other files outside of docs/ become names, formulas
+render.
 
 Formulas are written as ```math blocks in TeX, as forges render them; here they become MathML, which browsers draw without a script.
 """
@@ -6,29 +7,32 @@ Formulas are written as ```math blocks in TeX, as forges render them; here they 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
-LATER = {"Guides": {"beyond-backprop.md": "Beyond backpropagation", "language-models.md": "Language models", "scale.md": "Scale"}}
-LATER["Guides"] |= {"tune.md": "Tuning under the guarantee", "features.md": "Public features"}
+EXAMPLES = DOCS.parent / "examples"
 
 
-def on_config(config: Any) -> Any:
-    """Pages of other authors, once they are there."""
-    named = re.findall(r"[\w/-]+\.md", str(config["nav"]))
-    for section in config["nav"]:
-        for title, pages in section.items():
-            for name, words in LATER.get(title, {}).items():
-                if (DOCS / name).exists() and name not in named:
-                    pages.append({words: name})
-    return config
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    depth = page.url.count("/")
+    place = f"{'../' * depth}examples"
+    markdown = re.sub(r"\[([^\]]+)\]\((?:\.\./)+examples/([\w.]+)\)", rf'<a href="{place}/\2">\1</a>', markdown)
+    markdown = re.sub(r"`examples/(\w+\.\w+)`", rf'<a href="{place}/\1"><code>examples/\1</code></a>', markdown)
+    outside = rf"\[([^\]]+)\]\((?:\.\./){{{depth + 1},}}(?!docs/)[^)]*\)"  # it has no page to lead to: its name stays
+    markdown = re.sub(outside, r"\1", markdown)
+    if depth:
+        markdown = markdown.replace("```text\n", "```{ .text .wrap }\n")  # what tutorials print: sentences
+    return re.sub(r"```math\n(.*?)```", _formula, markdown, flags=re.DOTALL)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A link to a file outside of docs/ has no page to lead to: its name stays."""
-    without = re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!docs/)[^)]*\)", r"\1", markdown)
-    return re.sub(r"```math\n(.*?)```", _formula, without, flags=re.DOTALL)
+def on_post_build(config: Any) -> None:
+    """The examples, and the files that they and the tutorials open."""
+    target = Path(config["site_dir"]) / "examples"
+    target.mkdir(exist_ok=True)
+    for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.toml")]:
+        shutil.copy(path, target)
 
 
 def _formula(found: re.Match[str]) -> str:

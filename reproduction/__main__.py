@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import reproduction
-from reproduction import studies
+from reproduction import hours, studies
 from reproduction.results_file import FOLDER_VARIABLE
 
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.results is not None:
         os.environ[FOLDER_VARIABLE] = str(given.results)
     if given.list or given.study is None:
-        print(studies.listing(given.seeds))
+        print(hours.listing(given.seeds))
         return 0
     if given.study in studies.OTHERS:
         return _other(given)

@@ -21,6 +21,7 @@ from dpulr.mechanisms.moves import RADII, explained_shares
 from dpulr.model.prepare import prepare
 from dpulr.runs import loading, training
 from dpulr.runs.settings import Settings
+from reproduction import hybrid
 from reproduction.certified import accuracy
 from reproduction.pages import table
 from reproduction.results_file import found, mean_and_spread
@@ -180,7 +181,7 @@ def _cost(results: Sequence[Result]) -> str:
 
 def parts() -> dict[str, str]:
     """What docs/beyond-backprop.md has from the results."""
-    return {"beyond": markdown()}
+    return {"beyond": markdown(), "hybrid": hybrid.markdown()}
 
 
 def draw(images: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from dpulr.accounting import rejection
 from dpulr.accounting.events import Charge, GaussianRelease, SampledStep
-from dpulr.accounting.planning import steps_of
 from dpulr.accounting.privacy_cost import curves, with_rejection
+from dpulr.plan import steps_of
 
 ALPHA, SIGMA, DELTA, EPOCHS = 1.1, 4.0, 1e-5, 25
 RATES = (0.001, 0.01, 0.1)

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpulr
 from dpulr import accounting
-from dpulr.accounting.planning import steps_of
+from dpulr.accounting.events import Charge, GaussianRelease
+from dpulr.plan import Plan, Request, certified_plan
 from dpulr.runs import loading
 from dpulr.runs.settings import Settings
 from dpulr.scores import score
@@ -105,14 +106,25 @@ def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, b
             yield
 
 
+def plan_of(settings: Settings, records: int) -> Plan:
+    """DP-SGD at the target epsilon: the noise is calibrated by our accountant, so that both sides spend the same."""
+    request = Request(
+        records=records,
+        batch_size=settings.size,
+        epochs=settings.epochs if settings.steps is None else None,
+        steps=settings.steps,
+        target_epsilon=settings.target_epsilon,
+        target_delta=settings.target_delta,
+    )
+    return certified_plan(request, GaussianRelease)
+
+
 def train(settings: Settings, progress: Progress) -> dict[str, Any]:
-    """DP-SGD at the target epsilon. The noise is calibrated by our accountant, so that both sides spend the same."""
+    """DP-SGD at the target epsilon."""
     train_set, test_set = loading.load_data(settings)
-    rate = settings.size / len(train_set)
-    steps = steps_of(settings.epochs, rate) if settings.steps is None else settings.steps
-    spending: dict[str, Any] = {"delta": settings.target_delta, "sample_rate": rate, "steps": steps}
-    assert settings.target_epsilon is not None
-    noise = accounting.calibrate(target_epsilon=settings.target_epsilon, **spending)
+    plan = plan_of(settings, len(train_set))
+    steps, noise = plan.steps, plan.noise_multiplier
+    assert plan.step is not None
     torch.manual_seed(settings.seed)
     model = loading.make_model(settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate, momentum=settings.momentum)
@@ -128,10 +140,10 @@ def train(settings: Settings, progress: Progress) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     return {
         "guarantee": "certified",
-        "epsilon": accounting.gaussian_epsilon(noise_multiplier=noise, **spending),
+        "epsilon": accounting.epsilon([Charge(plan.step, steps)], plan.target_delta),
         "delta": settings.target_delta,
         "steps": steps,
-        "sample_rate": rate,
+        "sample_rate": plan.sample_rate,
         "noise_multiplier": noise,
         **score(model, test_set).figures(),
         "seconds": round(seconds, 2),

@@ -15,15 +15,9 @@ from reproduction.paper_numbers import TABLE1
 from reproduction.paper_runs import DELTA, method_of
 from reproduction.paper_tables import CIFAR, cifar_runs, table1_runs
 from reproduction.results_file import found, mean_and_spread
-from reproduction.run import Run
 
 NOISES = (1.0, 4.0, 8.0)
 OURS, THEIRS, GREY, EPSILON = "#1f6fb4", "#c8553d", "#8a8a8a", "#555555"
-
-
-def dynamics_runs(seed: int, epochs: int = EPOCHS, **changes: Any) -> list[Run]:
-    """The runs of table 1 that the figure shows."""
-    return [run for batch in TABLE1 for sigma0 in NOISES for run in table1_runs(batch, sigma0, seed, epochs, **changes)]
 
 
 def dynamics(seed: int = 0, epochs: int = EPOCHS, **changes: Any) -> list[dict[str, Any]]:

@@ -157,7 +157,7 @@ class _Centred(_Listed):
 
 def _read_at_once(game: BatchGame, kind: type[_Listed], items: list[Any], canary: Any) -> Game:
     for engine, own in zip(game.engines, (items, [*items, canary]), strict=True):
-        engine.records = _AtOnce(kind(own), engine.forward.device)
+        engine._drawing.records = _AtOnce(kind(own), engine.forward.device)
     return game
 
 

@@ -21,10 +21,11 @@ from reproduction import (
 )
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
-from reproduction.results_file import described, found
+from reproduction.results_file import found
 from reproduction.run import Run
 
 Changes = dict[str, Any]
+ALL = ("all",)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Choice:
     changes: Changes = field(default_factory=dict)
 
 
+Stages = Callable[[Choice], Iterator[list[Run]]]
+Show = Callable[[Choice], str]
+OfOne = Callable[[str, int, Choice], list[Run]]
+"""The runs of one setting and seed."""
+
+
 @dataclass(frozen=True)
 class Study:
     """`stages` gives lists of runs; a list may depend on the results of those before it. `show` prints what there is."""
@@ -44,11 +51,12 @@ class Study:
     name: str
     about: str
     labels: tuple[str, ...]
-    stages: Callable[[Choice], Iterator[list[Run]]]
-    show: Callable[[Choice], str]
+    stages: Stages
+    show: Show
     epochs: int = EPOCHS
     usual: tuple[str, ...] = ()
-    changeable: bool = True
+    changeable: bool = False
+    """Whether the settings of its runs may be changed: those where the paper leaves something open."""
     before: Callable[[int], None] | None = None
     """What is no list of runs, for so many seeds."""
 
@@ -59,13 +67,18 @@ class Study:
         return [run for stage in self.stages(choice) for run in stage]
 
 
-def by_seed(runs_of: Callable[[str, int, Choice], list[Run]]) -> Callable[[Choice], Iterator[list[Run]]]:
+def by_seed(runs_of: OfOne) -> Stages:
     """All settings with one seed before the next seed: a stopped command has the most settings."""
 
     def stages(choice: Choice) -> Iterator[list[Run]]:
         yield [run for seed in range(choice.seeds) for label in choice.labels for run in runs_of(label, seed, choice)]
 
     return stages
+
+
+def listed(runs_of: OfOne) -> Show:
+    """A line per setting."""
+    return lambda choice: paper_tables.listing([run for stage in by_seed(runs_of)(choice) for run in stage])
 
 
 # --- what each runs -------------------------------------------------------------------------------------------------------
@@ -128,206 +141,63 @@ def _show_gaussian(choice: Choice) -> str:
     return table(["gaussian, antithetic, epsilon 2.6"], [[certified.accuracy(results)]])
 
 
+# --- the table ------------------------------------------------------------------------------------------------------------
 def studies() -> dict[str, Study]:
+    """By name. A row: name, what it is; labels of its settings, its runs, what it prints."""
     settings, dynamics = tuple(paper_tables.SETTINGS), tuple(f"{b}:{s:g}" for b in (64, 200, 500) for s in paper_figures.NOISES)
     rows = tuple(f"{name}:{i}" for name, one in certified.comparisons().items() for i in range(len(one.epsilons)))
+    # fmt: off
     every = [
-        Study(
-            "table1",
-            "MNIST, batch:sigma0. DP-ULR and DP-SGD as in the paper; certified methods",
-            settings,
-            by_seed(_table1),
-            _show_table1,
-        ),
-        Study(
-            "figure-dynamics",
-            "accuracy and epsilon by epoch; shares the runs of table1",
-            dynamics,
-            by_seed(_dynamics),
-            _show_table1,
-        ),
-        Study(
-            "model-size",
-            "MNIST, batch:model, sigma0 = 8, three MLPs",
-            tuple(paper_tables.SIZES),
-            by_seed(_model_size),
-            _show_model_size,
-        ),
-        Study(
-            "repeats",
-            "MNIST, batch:sigma0. DP-ULR with K = 4, 16, 64",
-            settings,
-            by_seed(_repeats),
-            _listing(_repeats),
-            usual=("64:4", "500:4"),
-        ),
-        Study(
-            "readings",
-            "MNIST, held-out records: what the paper leaves open, at two settings of table 1",
-            (*paper_tables.READINGS, *paper_tables.EXACT),
-            by_seed(lambda label, seed, choice: paper_tables.reading_runs(label, seed, choice.epochs)),
-            lambda choice: paper_tables.readings(choice.seeds, choice.epochs),
-            changeable=False,
-        ),
-        Study(
-            "cifar",
-            "CIFAR-10, ResNet-5: DP-SGD, and DP-ULR at 1/q:sigma0",
-            tuple(paper_tables.CIFAR),
-            by_seed(_cifar),
-            _listing(_cifar),
-        ),
-        Study(
-            "baselines",
-            "MNIST: SGD and ULR without privacy; zeroth-order and hidden-direction, certified",
-            ("all",),
-            by_seed(lambda _, seed, choice: paper_tables.baseline_runs(seed, choice.epochs)),
-            lambda choice: paper_tables.baselines(choice.seeds, choice.epochs),
-            changeable=False,
-        ),
-        Study(
-            "results",
-            "hidden-direction beside DP-SGD, dataset:row of docs/results.md",
-            rows,
-            by_seed(_results),
-            _show_results,
-            changeable=False,
-        ),
-        Study(
-            "gradient",
-            "the columns of docs/results.md with a backward pass, dataset:row",
-            rows,
-            by_seed(_backward),
-            _show_results,
-            changeable=False,
-        ),
-        Study(
-            "hybrid",
-            "MNIST, a network with a box in its middle: hidden directions everywhere, or before the box only",
-            ("all",),
-            lambda choice: hybrid.stages(choice.seeds),
-            lambda choice: hybrid.markdown(choice.seeds),
-            epochs=2,
-            changeable=False,
-        ),
-        Study(
-            "beyond",
-            "networks that backpropagation can't train: spikes, signs, boxes, a 0-1 loss",
-            tuple(beyond.ROWS),
-            lambda choice: beyond.stages(choice.labels, choice.seeds),
-            lambda choice: beyond.markdown(choice.labels, choice.seeds),
-            epochs=8,
-            changeable=False,
-        ),
-        Study(
-            "losses",
-            "what becomes of a loss (docs/losses.md): two small problems, and MNIST at epsilon 1",
-            ("all",),
-            by_seed(lambda _, seed, __: losses.mnist_runs(seed)),
-            lambda choice: f"{losses.small_table()}\n\n{losses.mnist_table(choice.seeds)}",
-            epochs=10,
-            changeable=False,
-            before=losses.small,
-        ),
-        Study(
-            "senders",
-            "SpamAssassin e-mails: records, or their senders, as what is protected",
-            ("all",),
-            lambda choice: senders.stages(choice.seeds),
-            lambda choice: senders.markdown(choice.seeds),
-            epochs=20,
-            changeable=False,
-        ),
-        Study(
-            "gaussian",
-            "MNIST, gaussian at epsilon 2.6",
-            ("all",),
-            by_seed(lambda _, seed, __: certified.gaussian_runs(seed)),
-            _show_gaussian,
-            changeable=False,
-        ),
-        Study(
-            "options",
-            "what the options of hidden-direction buy, on held-out records",
-            tuple(options.variants()),
-            lambda choice: options.stages(choice.labels, choice.seeds),
-            lambda choice: options.markdown(choice.seeds),
-            epochs=5,
-            changeable=False,
-        ),
-        Study(
-            "features",
-            "a private linear layer on features from public models, data:epsilon; settings by auto",
-            tuple(public_features.ROWS),
-            by_seed(lambda label, seed, _: [public_features.ROWS[label].run(seed)]),
-            lambda choice: public_features.markdown(choice.seeds),
-            epochs=15,
-            changeable=False,
-        ),
-        Study(
-            "auto-judge",
-            "auto beside the best of a grid and untuned Opacus, data:epsilon:epochs, on data that it was not fitted to",
-            tuple(cell.label for cell in auto_judge.cells()),
-            lambda choice: auto_judge.stages(choice.labels),
-            lambda _: auto_judge.markdown(),
-            epochs=10,
-            changeable=False,
-        ),
-        Study(
-            "auto-fit",
-            "what the constants of dpulr.auto are fitted to: Fashion-MNIST and synthetic tables, held-out records",
-            ("gradient", "hidden-direction"),
-            lambda choice: (stage for name in choice.labels for stage in auto_fit.stages(auto_fit.cells_of(name))),
-            lambda _: auto_fit.markdown(),
-            epochs=10,
-            changeable=False,
-        ),
+        Study("table1", "MNIST, batch:sigma0. DP-ULR and DP-SGD as in the paper; certified methods",
+              settings, by_seed(_table1), _show_table1, changeable=True),
+        Study("figure-dynamics", "accuracy and epsilon by epoch; shares the runs of table1",
+              dynamics, by_seed(_dynamics), _show_table1, changeable=True),
+        Study("model-size", "MNIST, batch:model, sigma0 = 8, three MLPs",
+              tuple(paper_tables.SIZES), by_seed(_model_size), _show_model_size, changeable=True),
+        Study("repeats", "MNIST, batch:sigma0. DP-ULR with K = 4, 16, 64",
+              settings, by_seed(_repeats), listed(_repeats), changeable=True, usual=("64:4", "500:4")),
+        Study("readings", "MNIST, held-out records: what the paper leaves open, at two settings of table 1",
+              (*paper_tables.READINGS, *paper_tables.EXACT),
+              by_seed(lambda label, seed, choice: paper_tables.reading_runs(label, seed, choice.epochs)),
+              lambda choice: paper_tables.readings(choice.seeds, choice.epochs)),
+        Study("cifar", "CIFAR-10, ResNet-5: DP-SGD, and DP-ULR at 1/q:sigma0",
+              tuple(paper_tables.CIFAR), by_seed(_cifar), listed(_cifar), changeable=True),
+        Study("baselines", "MNIST: SGD and ULR without privacy; zeroth-order and hidden-direction, certified",
+              ALL, by_seed(lambda _, seed, choice: paper_tables.baseline_runs(seed, choice.epochs)),
+              lambda choice: paper_tables.baselines(choice.seeds, choice.epochs)),
+        Study("results", "hidden-direction beside DP-SGD, dataset:row of docs/results.md",
+              rows, by_seed(_results), _show_results),
+        Study("gradient", "the columns of docs/results.md with a backward pass, dataset:row",
+              rows, by_seed(_backward), _show_results),
+        Study("hybrid", "MNIST, a network with a box in its middle: hidden directions everywhere, or before the box only",
+              ALL, lambda choice: hybrid.stages(choice.seeds), lambda choice: hybrid.markdown(choice.seeds), epochs=2),
+        Study("beyond", "networks that backpropagation can't train: spikes, signs, boxes, a 0-1 loss",
+              tuple(beyond.ROWS), lambda choice: beyond.stages(choice.labels, choice.seeds),
+              lambda choice: beyond.markdown(choice.labels, choice.seeds), epochs=8),
+        Study("losses", "what becomes of a loss (docs/losses.md): two small problems, and MNIST at epsilon 1",
+              ALL, by_seed(lambda _, seed, __: losses.mnist_runs(seed)),
+              lambda choice: f"{losses.small_table()}\n\n{losses.mnist_table(choice.seeds)}", epochs=10, before=losses.small),
+        Study("senders", "SpamAssassin e-mails: records, or their senders, as what is protected",
+              ALL, lambda choice: senders.stages(choice.seeds), lambda choice: senders.markdown(choice.seeds), epochs=20),
+        Study("gaussian", "MNIST, gaussian at epsilon 2.6",
+              ALL, by_seed(lambda _, seed, __: certified.gaussian_runs(seed)), _show_gaussian),
+        Study("options", "what the options of hidden-direction buy, on held-out records",
+              tuple(options.variants()), lambda choice: options.stages(choice.labels, choice.seeds),
+              lambda choice: options.markdown(choice.seeds), epochs=5),
+        Study("features", "a private linear layer on features from public models, data:epsilon; settings by auto",
+              tuple(public_features.ROWS), by_seed(lambda label, seed, _: [public_features.ROWS[label].run(seed)]),
+              lambda choice: public_features.markdown(choice.seeds), epochs=15),
+        Study("auto-judge",
+              "auto beside the best of a grid and untuned Opacus, data:epsilon:epochs, on data that it was not fitted to",
+              tuple(cell.label for cell in auto_judge.cells()), lambda choice: auto_judge.stages(choice.labels),
+              lambda _: auto_judge.markdown(), epochs=10),
+        Study("auto-fit", "what the constants of dpulr.auto are fitted to: Fashion-MNIST and synthetic tables, held-out records",
+              ("gradient", "hidden-direction"),
+              lambda choice: (stage for name in choice.labels for stage in auto_fit.stages(auto_fit.cells_of(name))),
+              lambda _: auto_fit.markdown(), epochs=10),
     ]
+    # fmt: on
     return {study.name: study for study in every}
-
-
-def _listing(runs_of: Callable[[str, int, Choice], list[Run]]) -> Callable[[Choice], str]:
-    def show(choice: Choice) -> str:
-        return paper_tables.listing([run for stage in by_seed(runs_of)(choice) for run in stage])
-
-    return show
-
-
-# --- how long they take ---------------------------------------------------------------------------------------------------
-_ALIKE = (  # what the time of an epoch depends on, first the closest likeness
-    ("loop", "mechanism", "model", "dataset", "batch_size", "repeats"),
-    ("loop", "mechanism", "model", "dataset", "repeats"),
-    ("loop", "mechanism", "model", "dataset"),
-    ("loop", "mechanism"),
-)
-
-
-def hours(runs: list[Run]) -> float:
-    """An estimate for one core, from the seconds of the results that are there: those of the runs most alike, by epoch."""
-    total = 0.0
-    for run in runs:
-        values = run.describe()
-        for names in _ALIKE:
-            alike = [
-                r
-                for file in ("paper.json", "certified.json", "held-out.json")
-                for r in described(file, **{n: values[n] for n in names})
-            ]
-            if alike:
-                total += run.settings.epochs * sum(r["seconds"] / r["run"]["epochs"] for r in alike) / len(alike)
-                break
-    return total / 3600
-
-
-def listing(seeds: int) -> str:
-    """All studies: how many runs, how many are known, and about how many hours the others take on one core."""
-    rows = []
-    for study in studies().values():
-        runs = study.runs(study.choice(seeds=seeds))
-        missing = [run for run in runs if not found([run])]
-        counts = [f"{len(runs)}", f"{hours(runs):.1f}", f"{len(missing)}", f"{hours(missing):.1f}"]
-        rows.append([study.name, f"{study.epochs}", *counts, study.about])
-    rows += [[name, "-", "-", all_hours, "-", "-", about] for name, (all_hours, about) in OTHERS.items()]
-    return table(["study", "epochs", "runs", "hours", "of them to run", "hours", "what"], rows)
 
 
 OTHERS = {

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,19 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr import auto
-from dpulr.auto import Layer, Task, choose, layers_of
-from dpulr.chosen import seconds_per_step, shapes
+from dpulr.auto import Layer, Task, choose
 from dpulr.errors import InvalidArgument
+from dpulr.parts.task import shapes
 from dpulr.runs import Settings
-from dpulr.runs.training import Training
+from dpulr.runs.config_files import read_config
+from dpulr.runs.training import Training, seconds_per_step
 from reproduction import auto_fit
+
+
+def layers_of(sizes: tuple[int, ...]) -> tuple[Layer, ...]:
+    """The layers of a multi-layer perceptron of these sizes."""
+    return tuple(Layer(a + 1, (a + 1) * b) for a, b in pairwise(sizes))
+
 
 MLP = layers_of((784, 128, 64, 32, 10))
 TASK = Task("gradient", 60_000, MLP, epochs=10)
@@ -182,5 +190,5 @@ def test_a_config_keeps_the_numbers(tmp_path: Path) -> None:
     text = Settings(learning_rate="0.25", batch_size="64").to_json()  # type: ignore[arg-type]
     path = tmp_path / "config.json"
     path.write_bytes(text)
-    found = Settings.build(dpulr.runs.settings.read_config(path))
+    found = Settings.build(read_config(path))
     assert (found.learning_rate, found.batch_size, found.repeats) == (0.25, 64, "auto")

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +19,12 @@ from types import ModuleType
 import pytest
 import torch
 from torch.utils.data import TensorDataset
+from typer.main import get_command
 
 import dpulr
 from dpulr import cli
+from dpulr.cli.app import app
+from reproduction.__main__ import parser as reproduction_parser
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dpulr"
@@ -57,8 +61,10 @@ def test_the_answer_comes_first() -> None:
     first = "\n".join((ROOT / "docs" / "architecture.md").read_text().splitlines()[:10])
     assert "`FittedMechanism.privatise`" in first
     assert "mechanisms/base.py" in first
+    assert "`noised`" in first
     assert "self.fitted.privatise(" in (SOURCE / "engine.py").read_text()
-    assert re.search(r"class FittedMechanism.*?def privatise\(", (SOURCE / "mechanisms" / "base.py").read_text(), re.DOTALL)
+    base = (SOURCE / "mechanisms" / "base.py").read_text()
+    assert re.search(r"class FittedMechanism.*?def privatise\(.*?return noised\(.*?\ndef noised\(", base, re.DOTALL)
 
 
 def test_the_stages_of_a_step_stand_in_the_order_of_the_code() -> None:
@@ -68,7 +74,7 @@ def test_the_stages_of_a_step_stand_in_the_order_of_the_code() -> None:
         for node in ast.walk(ast.parse((SOURCE / "engine.py").read_text()))
         if isinstance(node, ast.FunctionDef) and node.name == "step"
     )
-    names = ["_taken", "draw_public", "sum_of_bounded_signals", "privatise", "gradients", "optimizer.step"]
+    names = ["drawing.taken", "draw_public", "sum_of_bounded_signals", "privatise", "gradients", "optimizer.step"]
     for text in (ast.unparse(step), page[page.index("## A step") : page.index("## The way")]):
         places = [text.index(name) for name in names]
         assert places == sorted(places)
@@ -96,9 +102,11 @@ def within(module: str, *rooms: str) -> bool:
 
 
 NO_TORCH = tuple(
-    f"dpulr.{name}" for name in ("accounting", "plan", "sampling", "validate", "search", "errors", "files", "paper.nominal")
+    f"dpulr.{name}"
+    for name in ("accounting", "plan", "solver", "sampling", "validate", "search", "errors", "files", "paper.nominal")
 )
-BELOW = ["dpulr.cli", "dpulr.runs", "dpulr.engine", "dpulr.distributed", "dpulr.mechanisms", "dpulr.model"]
+BELOW = ["dpulr.cli", "dpulr.runs", "dpulr.engine", "dpulr.parts", "dpulr.distributed", "dpulr.mechanisms", "dpulr.model"]
+LISTS_OF_NAMES = ("dpulr.accounting.public",)
 FORBIDDEN = [
     *((room, tuple(BELOW[: BELOW.index(room)])) for room in BELOW[1:]),
     ("dpulr.audit", ("dpulr.cli", "dpulr.runs")),
@@ -106,7 +114,7 @@ FORBIDDEN = [
     ("dpulr.engine", ("dpulr.audit",)),
     ("dpulr.mechanisms", ("dpulr.audit", "dpulr.paper")),
     ("dpulr.model", ("dpulr.audit", "dpulr.paper", "dpulr.accounting", "dpulr.plan")),
-    ("dpulr.accounting", (*BELOW, "dpulr.audit", "dpulr.plan")),
+    ("dpulr.accounting", (*BELOW, "dpulr.audit", "dpulr.plan", "dpulr.solver")),
     ("dpulr.paper", ("dpulr.cli", "dpulr.runs", "dpulr.audit", "dpulr.engine")),
     ("dpulr", ("reproduction", "benchmarks", "examples", "tests")),
 ]
@@ -114,7 +122,8 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize(("room", "others"), FORBIDDEN, ids=lambda value: value if isinstance(value, str) else "+".join(value))
 def test_imports_point_one_way(room: str, others: tuple[str, ...]) -> None:
-    wrong = [(m, name) for m, names in imports().items() if within(m, room) for name in names if within(name, *others)]
+    modules = {module: names for module, names in imports().items() if within(module, room) and module not in LISTS_OF_NAMES}
+    wrong = [(module, name) for module, names in modules.items() for name in names if within(name, *others)]
     assert wrong == []
 
 
@@ -185,6 +194,14 @@ def test_the_readme_quotes_the_results() -> None:
         assert any(all(abs(float(q) - float(r)) <= 0.0501 for q, r in zip(pair, row, strict=True)) for row in rows), pair
 
 
+def test_the_tests_that_a_page_names_exist() -> None:
+    there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        text = page.read_text()
+        assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in there] == []
+        assert [name for name in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / name).exists()] == []
+
+
 # --- programs -------------------------------------------------------------------------------------------------------------
 QUICK = ("README", "CONTRIBUTING", "architecture", "pitfalls", "decisions", "accounting")
 """Pages whose programs run in the quick tier; those of the others in the slow one."""
@@ -207,6 +224,13 @@ import numpy, dpulr.cli
 images = numpy.zeros((2, 1, 28, 28), dtype="float32")
 assert dpulr.cli.main(["train", "--steps", "2", "--evaluations", "1", "--out", "runs/fashion"]) == 0
 """,
+    "scale": """
+import os
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+""",
+}
+AFTER = {
+    "scale": "dist.destroy_process_group()\nfor name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'): del os.environ[name]"
 }
 
 
@@ -217,8 +241,7 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 
 PROGRAMS = {f"{page.stem}-{i}": block for page in OWN for i, block in enumerate(blocks(page, "python"))}
-TOO_LONG = ("tune",)  # a search of minutes; the tests of dpulr.tune run smaller ones
-WHOLE = {str(page.relative_to(ROOT)): page for page in [*PAGES, *DEEPER] if blocks(page, "python") and page.stem not in TOO_LONG}
+WHOLE = {str(page.relative_to(ROOT)): page for page in [*PAGES, *DEEPER] if blocks(page, "python")}
 
 
 def run(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -241,8 +264,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shortened(program: str) -> str:
-    """Three steps where it trains for epochs."""
-    return re.sub(r"epochs=\d+", "steps=3", program) if "PrivacyEngine(" in program else program
+    """Three steps where it trains for epochs, and few runs where it searches."""
+    trains = "PrivacyEngine(" in program or "dpulr.tune(" in program
+    return re.sub(r"\bruns=10\b", "runs=1.5", re.sub(r"epochs=\d+", "steps=3", program)) if trains else program
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -252,24 +276,110 @@ def test_the_programs_of_a_page_run(
 ) -> None:
     """One after the other, as a reader would type them."""
     page = WHOLE[name]
-    program = "\n".join([BEFORE.get(page.stem, ""), *blocks(page, "python")])
+    program = "\n".join([BEFORE.get(page.stem, ""), *blocks(page, "python"), AFTER.get(page.stem, "")])
     run(shortened(program), capsys, monkeypatch)
 
 
-COMMANDS = [
-    (page.name, line)
-    for page in [*PAGES, *DEEPER]
-    for block in blocks(page, "sh")
-    for line in block.splitlines()
-    if line.startswith("dpulr ")
-]
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_program_of_opacus_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The left column of docs/from-opacus.md, on fewer records."""
+    pytest.importorskip("opacus")
+    (program,) = blocks(ROOT / "docs" / "from-opacus.md", "py")
+    before = """
+import dpulr
+from opacus import PrivacyEngine
+from opacus.validators import ModuleValidator
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Subset
+train, model = Subset(dpulr.data.load("mnist")[0], range(2_000)), dpulr.models.mlp()
+"""
+    (epsilon,) = run(before + program, capsys, monkeypatch)
+    assert 0.5 < float(epsilon) < 1.05
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS)
-def test_commands_are_accepted(page: str, line: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# --- commands -------------------------------------------------------------------------------------------------------------
+PROGRAM_NAMES = ("dpulr", "make", "pip", "python", "torchrun", "npm")
+
+
+def lines_of(page: Path) -> list[str]:
+    """The commands of a page: in ```sh blocks, and those that are indented."""
+    text = page.read_text()
+    plain = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(rf"^    (?:\$ )?((?:{'|'.join(PROGRAM_NAMES)}) .*(?:(?<=\\)\n.*)*)", plain, re.MULTILINE)
+    listed = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [*(line for line in listed if line.strip()), *(line.replace("\\\n", " ") for line in indented)]
+
+
+COMMANDS = [(page.name, shlex.split(line, comments=True)) for page in [*PAGES, *DEEPER] for line in lines_of(page)]
+OWN_COMMANDS = [(page, words[1:]) for page, words in COMMANDS if words[0] == "dpulr"]
+
+
+def is_quick(arguments: list[str]) -> bool:
+    """What is done as it stands in the quick tier; else it is done in the slow one, or it must be understood."""
+    return arguments[0] == "train" or "--dims" in arguments or arguments[:2] in (["data", "schema"], ["data", "list"])
+
+
+@pytest.mark.parametrize(
+    ("page", "arguments"), OWN_COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
+def test_commands_are_understood(page: str, arguments: list[str]) -> None:
+    """All options of every command exist and have values that fit."""
+    command, name, rest = get_command(app), "dpulr", arguments
+    while hasattr(command, "commands"):
+        name, *rest = rest
+        command = command.commands[name]
+    command.make_context(name, rest)
+
+
+@pytest.mark.parametrize(
+    ("page", "arguments"),
+    [
+        pytest.param(page, words, marks=() if is_quick(words) else pytest.mark.slow)
+        for page, words in OWN_COMMANDS
+        if is_quick(words) or words[0] == "plan" or "--plan" in words
+    ],
+)
+def test_commands_do_what_they_say(page: str, arguments: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As printed; but what trains says only what it would do."""
-    arguments = shlex.split(line, comments=True)[1:]
     assert cli.main([*arguments, *(["--dry-run"] if arguments[0] == "train" else [])]) == 0
+
+
+def test_other_commands_name_what_exists() -> None:
+    """Targets of make, extras of the package, modules and programs."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    studies = reproduction_parser()
+    checked = 0
+    for page, words in COMMANDS:
+        checked += words[0] != "dpulr"
+        if words[0] == "make":
+            assert words[1] in targets, (page, words)
+        elif words[0] == "pip":
+            named = re.findall(r"\[([\w,]+)\]", " ".join(words))
+            assert {extra for group in named for extra in group.split(",")} <= extras, (page, words)
+        elif words[:3] == ["python", "-m", "reproduction"]:
+            studies.parse_args(words[3:])
+        elif words[:2] == ["python", "-m"]:
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").exists(), (page, words)
+        elif words[0] == "python":
+            assert (ROOT / words[1]).exists(), (page, words)
+    assert checked > 20
+
+
+def test_settings_files_are_accepted(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The toml blocks: a config of docs/cli.md by its own command line, a schema of docs/tables.md."""
+    (job,) = blocks(ROOT / "docs" / "cli.md", "toml")
+    (workplace / "job.toml").write_text(job)
+    line = next(line for line in job.splitlines() if line.startswith("# job.toml: dpulr "))
+    assert cli.main([*shlex.split(line.removeprefix("# job.toml: dpulr ")), "--dry-run"]) == 0
+    (schema,) = blocks(ROOT / "docs" / "tables.md", "toml")
+    (workplace / "schema.toml").write_text(schema)
+    (workplace / "few.csv").write_text("".join((workplace / "census.csv").read_text().splitlines(keepends=True)[:20]))
+    table = dpulr.data.read_table("few.csv", schema="schema.toml")
+    assert len(table) == 19
+    assert table.classes == ["<=50K", ">50K"]
 
 
 def test_tutorials_are_those_of_their_scripts() -> None:

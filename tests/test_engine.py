@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.engine import Released
-from dpulr.errors import BudgetError, InvalidArgument, StepError
+from dpulr.errors import Advice, BudgetError, InvalidArgument, StepError
 from dpulr.randomness import GaussianNoise, RandomSource
 from tests.support.core import LOSS, Kept, accuracy, blobs, engine, gradient, rounded, small_mlp, state_of, train
 
@@ -38,6 +39,25 @@ def test_it_learns() -> None:
     assert spent.epsilon is not None
     assert 7.5 < spent.epsilon <= 8.0
     assert accuracy(network, blobs()) > 0.9
+
+
+def test_advice_is_given_once_and_only_for_runs_that_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpulr.parts.setup._ADVISED", [])
+
+    def said(**changes: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            private = engine(small_mlp(), **{"insecure_noise_seed": None, "mechanism": "hidden-direction", "steps": 50, **changes})
+            for _ in range(2):
+                assert not [warning for warning in caught if warning.category is Advice]  # not before the first step
+                private.step(*next(private.batches()))
+        assert all(warning.filename == __file__ for warning in caught if warning.category is Advice)
+        return [str(warning.message) for warning in caught if warning.category is Advice]
+
+    assert said(steps=49) == said(mechanism="gradient") == said(insecure_noise_seed=1) == []
+    (sentence,) = said()
+    assert "can be differentiated from end to end: mechanism 'gradient'" in sentence
+    assert said() == []
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "Adagrad", "SGD"])
@@ -320,7 +340,7 @@ def test_a_checkpoint_resumes_exactly_with_fresh_noise(monkeypatch: pytest.Monke
         network = dpulr.models.mlp((4, 8, 2), seed=9)
         second = engine(network, optimizer=torch.optim.Adam(network.parameters(), lr=0.5), steps=6)
         buffer.seek(0)
-        monkeypatch.setattr("dpulr.engine._LEDGERS", {})  # as in a process of its own
+        monkeypatch.setattr("dpulr.parts.account._LEDGERS", {})  # as in a process of its own
         second.load_state_dict(torch.load(buffer, weights_only=True))
         assert all(torch.equal(a, b) for a, b in zip(first_model.parameters(), network.parameters(), strict=True))
         states = [pytree.tree_leaves(private.optimizer.state_dict()) for private in (first, second)]

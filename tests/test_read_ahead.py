@@ -154,9 +154,9 @@ def test_a_batch_that_was_read_ahead_is_not_drawn_again() -> None:
         private.step(*batch)
         break
     assert (private.steps_taken, private.ledger.steps) == (1, 2)
-    waiting = private._ahead
+    waiting = private._drawing._ahead
     for batch in private.batches(1):
-        assert private._ahead is None
+        assert private._drawing._ahead is None
         private.step(*batch)
     assert waiting is not None
     assert (private.steps_taken, private.ledger.steps) == (2, 2)

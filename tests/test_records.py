@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
@@ -149,11 +150,34 @@ def test_a_batch_is_a_copy(kind: str, odd: bool) -> None:
     assert x.sum() == 28
 
 
+@pytest.mark.parametrize("thread_safe", [False, True])
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_container_that_is_filled_again_and_again_mixes_no_records(kind: Any, thread_safe: bool) -> None:
+    """Plain numbers in a list of the data set's own: all records would be the last one's."""
+    own: Any = kind()
+
+    class Refilling(Items):
+        def __getitem__(self, row: int) -> Any:
+            own.clear()
+            own.extend([float(row), row + 0.5]) if kind is list else own.update(a=float(row), b=row + 0.5)
+            return own, row
+
+    data = Refilling([0] * 100)
+    data.thread_safe = thread_safe
+    records = Records(data, CPU)
+    for _ in range(2):
+        inputs, targets = records.take(np.arange(100))
+        first, second = inputs if kind is list else (inputs["a"], inputs["b"])
+        assert first.tolist() == targets.tolist() == list(range(100))
+        assert torch.equal(second, first + 0.5)
+
+
 # --- one odd record changes nothing for the others --------------------------------------------------------------------------
 GOOD = [(torch.full((3,), float(i)), i) for i in range(6)]
 ODD: dict[str, Any] = {
     "raises": raising(OSError("cannot identify image file '/data/patients/137.png'")),
     "raises StopIteration": raising(StopIteration()),
+    "no values at all": (FakeTensorMode().from_tensor(torch.zeros(3)), 1),
     "memory": raising(MemoryError()),
     "shape": (torch.zeros(4), 1),
     "one more axis": (torch.zeros(1, 3), 1),

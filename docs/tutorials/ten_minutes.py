@@ -44,6 +44,7 @@ for epoch in engine.epochs():
     print(f"epsilon {spent[-1]:.3f}   test accuracy {accuracy[-1]:.4f}")
 
 # The test set is public, so it may be looked at as often as you like. Training losses are not shown: the guarantee would not cover them.
+# The picture needs `pip install 'dpulr[pictures]'`.
 
 # %%
 import matplotlib.pyplot as plt

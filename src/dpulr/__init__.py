@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpulr import accounting, audit, data, features, mechanisms, models, runs, sklearn
+    from dpulr import accounting, audit, data, errors, features, mechanisms, models, runs, scores, sklearn
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
@@ -35,6 +35,7 @@ _HOME = {
     "audit": "dpulr.audit",
     "class_weights": "dpulr.model.weights",
     "data": "dpulr.data",
+    "errors": "dpulr.errors",
     "evaluate": "dpulr.scores",
     "features": "dpulr.features",
     "layers": "dpulr.model.layers",
@@ -42,6 +43,7 @@ _HOME = {
     "mechanisms": "dpulr.mechanisms",
     "models": "dpulr.models",
     "runs": "dpulr.runs",
+    "scores": "dpulr.scores",
     "sklearn": "dpulr.sklearn",
     "tune": "dpulr.runs.tuning",
 }
@@ -58,6 +60,7 @@ __all__ = [
     "audit",
     "class_weights",
     "data",
+    "errors",
     "evaluate",
     "features",
     "layers",
@@ -65,6 +68,7 @@ __all__ = [
     "mechanisms",
     "models",
     "runs",
+    "scores",
     "sklearn",
     "tune",
 ]

@@ -10,13 +10,11 @@ on synthetic tables (`python -m reproduction auto-fit`), on nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Literal
 
-from dpulr.accounting.planning import steps_of
 from dpulr.accounting.small_signal import likely_noise, likely_shift
+from dpulr.plan import steps_of
 
 Auto = Literal["auto"]
 MOMENTUM, SCHEDULE, EPOCHS = 0.9, "cosine", 10.0
@@ -198,12 +196,6 @@ def _learning_rate(task: Task, noise: float, steps: int, batch: int, repeats: in
         f"{drift:.2g} per unit of learning rate, and an output sees {root:.3g} times that (the root of {task.fan_in:,} inputs)."
     )
     return float(f"{rate:.2g}")
-
-
-def layers_of(sizes: Iterable[int]) -> tuple[Layer, ...]:
-    """The layers of a multi-layer perceptron of these sizes."""
-    widths = list(sizes)
-    return tuple(Layer(a + 1, (a + 1) * b) for a, b in pairwise(widths))
 
 
 def _power_of_two(value: float) -> int:

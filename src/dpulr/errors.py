@@ -1,4 +1,4 @@
-"""What can go wrong, by kind. Each kind is also a ValueError or a RuntimeError, as callers expect.
+"""What can go wrong, by kind. Each kind is also a ValueError or a RuntimeError, as callers expect; advice is a warning.
 
 The command line turns kinds into exit codes; nothing is told apart by the text of a message.
 """
@@ -52,3 +52,7 @@ class Interrupted(RunError):
 
 class RankLost(RunError):
     """A process of a run on several died, hangs or does something else. The message names it."""
+
+
+class Advice(UserWarning):
+    """Not an error: a sentence about the model and the mechanism, said once per process. Filter this category to silence it."""

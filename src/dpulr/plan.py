@@ -5,18 +5,31 @@ The engine, `dpulr plan`, the baselines and the tables all use it, so that noise
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from dpulr import accounting, validate
 from dpulr.accounting.events import Charge, Release, SampledStep, Unaccounted, Unit
-from dpulr.accounting.planning import steps_of
 from dpulr.errors import BudgetError, InvalidArgument
 from dpulr.sampling import PoissonSampling, ShuffledSampling
 
 Sampling = Literal["poisson", "shuffle"]
 _OPEN_END = 10_000_000
+
+
+def steps_of(epochs: float, sample_rate: float) -> int:
+    """Steps in which a record is seen `epochs` times on average: never fewer. The only place that turns epochs into steps."""
+    return max(1, math.ceil(epochs / sample_rate - 1e-9))
+
+
+def epochs_of(steps: int, sample_rate: float) -> float:
+    """The epochs that `steps_of` turns into so many steps."""
+    epochs = steps * sample_rate
+    while steps_of(epochs, sample_rate) > steps:  # rounding, with very many steps
+        epochs = math.nextafter(epochs, 0.0)
+    return epochs
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 One record changes the number of right answers by at most 1. Discrete Laplace noise of scale 1 / epsilon makes that number
 epsilon-differentially private, with delta 0. So its epsilon adds to that of training, whatever records the two have in common
 (docs/theory.md). The noise is drawn in whole numbers from the operating system: no floating point is involved.
+
+That a record changes no other answer than its own takes what a step takes: records are read alone, a model that reads values sees
+them one by one, one that mixes them is refused, and its randomness is secret.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import math
 import secrets
 import warnings
+from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +25,13 @@ from torch.utils.data import Dataset
 
 from dpulr import validate
 from dpulr.errors import InvalidArgument
-from dpulr.model.batches import call_model, described
+from dpulr.model.batches import call_model, call_on_copy, count, described, synthetic
+from dpulr.model.black_box import stand_ins
+from dpulr.model.opaque import uncompiled, without_compiling
+from dpulr.model.rescue import of_each
+from dpulr.model.row_independence import check_rows
+from dpulr.model.value_reads import observe
+from dpulr.randomness import RandomSource
 from dpulr.records import Records
 from dpulr.scores import device_of, evaluating
 
@@ -28,11 +39,14 @@ _GRID = 1 << 20
 
 
 class HeldOut:
-    """Private records that a model is evaluated on. Whether they fit is tried on a record of zeros, so no record is looked at."""
+    """Private records that a model is evaluated on. Whether they fit is tried on synthetic ones, so no record is looked at."""
 
     def __init__(self, model: nn.Module, dataset: Dataset[Any], *, batch_size: int = 2_000) -> None:
+        model = uncompiled(model)
         self._model, self._records, self._batch_size = model, Records(dataset, device_of(model)), batch_size
-        inputs, targets = self._records.example
+        self._device, self._source = self._records.device, RandomSource()
+        self._nobody = synthetic(self._records.example, 1, torch.Generator().manual_seed(0), self._device)
+        inputs, targets = self._nobody
         with evaluating(model), torch.inference_mode():
             outputs = call_model(model, inputs)
         fits = isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1
@@ -41,6 +55,11 @@ class HeldOut:
                 "an accuracy needs one output per class, of shape (records, classes), and one label per record, a whole number; "
                 f"the model gives {described(outputs)} for targets that are {described(targets)}."
             )
+        with evaluating(model), warnings.catch_warnings(action="ignore"), without_compiling(model), stand_ins(model):
+            seen = observe(model, _sums, self._records.example, self._device)
+            self._alone = seen.reads is not None
+            try_on = partial(check_rows, model, _sums, self._records.example, self._device)
+            self._scratch = try_on(seen=seen, largest=batch_size, trained=False)
 
     def noisy_accuracy(self, epsilon: float) -> float:
         """0 to 1. Noise may lead outside; what lies outside is moved to the end."""
@@ -54,25 +73,31 @@ class HeldOut:
         with evaluating(self._model), torch.inference_mode(), warnings.catch_warnings(action="ignore"):
             for start in range(0, self._records.size, self._batch_size):
                 rows = np.arange(start, min(start + self._batch_size, self._records.size))
-                try:
-                    right += self._right(rows)
-                except Exception:
-                    right += sum(self._right_alone(row) for row in rows.tolist())
+                with self._source.reading_randomness() if self._records.runs_user_code else nullcontext():
+                    batch = self._records.take(rows)
+                with self._source.model_randomness(self._device), without_compiling(self._model):
+                    right += self._right(batch)
         return right
 
-    def _right(self, rows: np.ndarray) -> int:
-        inputs, targets = self._records.take(rows)
-        if len(targets) == 0:
-            return 0
-        outputs = call_model(self._model, inputs)
-        answers = torch.where(torch.isfinite(outputs).all(1), outputs.argmax(1), -1)
-        return int(((answers == targets) & (answers >= 0)).sum())
+    def _right(self, batch: Any) -> int:
+        wrong = torch.full((count(batch),), -1, device=self._device)
+        found = of_each(self._answers, batch, self._nobody, wrong, alone=self._alone, alive=self._check_alive)
+        return int(((found == batch[1]) & (found >= 0)).sum())
 
-    def _right_alone(self, row: int) -> int:
-        try:
-            return self._right(np.array([row]))
-        except Exception:
-            return 0
+    def _check_alive(self) -> None:
+        """A black box that is down raises on synthetic records, too: that may be seen, and is no wrong answer."""
+        self._answers(self._nobody)
+
+    def _answers(self, batch: Any) -> Tensor:
+        """The class of each record; -1 where outputs are not finite."""
+        with self._scratch.fresh():
+            outputs = call_on_copy(self._model, batch[0])
+        return torch.where(torch.isfinite(outputs).all(1), outputs.argmax(1), -1)
+
+
+def _sums(outputs: Tensor, targets: Any) -> Tensor:
+    """A number of each record's own, of all of its outputs."""
+    return outputs.sum(1)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------------

@@ -252,6 +252,14 @@ class LaplaceNoise:
         return turns % 2 == 1
 
 
+def public_seed(number: int) -> None:
+    """`torch.manual_seed`; where there is no accelerator, without the tenth of a millisecond, or more, that it takes for those."""
+    if hasattr(torch, "accelerator") and not torch.accelerator.is_available():
+        torch.default_generator.manual_seed(number)
+    else:
+        torch.manual_seed(number)
+
+
 _CPU = torch.device("cpu")
 _TWISTER_WORDS, _TWISTER_OFFSET = 624, 24
 _TWISTER_TEMPLATE = torch.Generator().manual_seed(0).get_state()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -75,7 +76,7 @@ class Workers:
 
     def _started(self) -> ProcessPoolExecutor:
         """All processes exist before this returns: later, other threads would run while they are forked."""
-        way = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+        way = "fork" if sys.platform == "linux" else None  # macOS has it, but its libraries do not survive it
         pool = ProcessPoolExecutor(self._count, multiprocessing.get_context(way), _begin, (self._read,))
         pool.submit(os.getpid).result()
         return pool

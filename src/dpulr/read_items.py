@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -37,10 +37,10 @@ class Items:
         with quiet():
             if not self._reuses_memory:
                 records = list(self._fetched(places))
-                self._reuses_memory = _share_memory(records, schema)
+                self._reuses_memory = _share_memory(records)
                 if not self._reuses_memory:
                     return _joined_or_fitted(records, schema)
-            return _fitted(self._fetched(places), schema)
+            return _fitted(self._one_by_one(places.tolist()), schema)
 
     def _fetched(self, places: np.ndarray) -> Iterable[Any]:
         if self._threads < 1 or len(places) < _WORTH_THREADS:
@@ -67,7 +67,8 @@ def _fitted(records: Iterable[Any], schema: Schema) -> tuple[list[Tensor], np.nd
         if record is _UNREAD:
             continue
         try:
-            fitted = [value.detach().clone() for value in schema.fitted(record)]
+            values = zip(schema.leaves, schema.fitted(record), strict=True)
+            fitted = [torch.empty(leaf.shape, dtype=leaf.dtype).copy_(value.detach()) for leaf, value in values]
         except Exception:
             continue
         kept.append(i)
@@ -80,26 +81,34 @@ def _fitted(records: Iterable[Any], schema: Schema) -> tuple[list[Tensor], np.nd
     return joined, np.array(kept, dtype=np.int64)
 
 
-def _share_memory(records: list[Any], schema: Schema) -> bool:
+def _share_memory(records: list[Any]) -> bool:
     """Whether values of different records lie at one place: an earlier record's may have been overwritten by a later one's.
 
-    A data set that fills one buffer again and again does so for all records, so that the first of a batch are enough to see it.
+    A data set that fills one buffer, list or dict again and again does so for all records, so that the first of a batch are enough
+    to see it.
     """
-    seen: set[tuple[int, int]] = set()
+    seen: set[int] = set()
     for record in records[:_LOOKED_AT]:
+        own: set[int] = set()
         with suppress(Exception):
-            for i, value in enumerate(schema.values(record)):
-                place = (i, _address(value))
-                if place[1] and place in seen:
-                    return True
-                seen.add(place)
+            own.update(_addresses(record))
+        if not seen.isdisjoint(own):
+            return True
+        seen |= own
     return False
 
 
-def _address(value: Any) -> int:
+def _addresses(value: Any) -> Iterator[int]:
+    """Where whatever can be written to lies, of a record and all that is in it."""
     if isinstance(value, Tensor):
-        return value.data_ptr()
-    return int(value.__array_interface__["data"][0]) if isinstance(value, np.ndarray) else 0
+        yield from [value.data_ptr()] if value.numel() else []
+    elif isinstance(value, np.ndarray):
+        yield from [int(value.__array_interface__["data"][0])] if value.size else []
+    elif isinstance(value, Mapping | list | tuple):
+        if not isinstance(value, tuple):
+            yield id(value)
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _addresses(part)
 
 
 # The short way, for records of which none is odd. It raises where one is, and so changes no value.

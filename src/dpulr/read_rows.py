@@ -52,7 +52,7 @@ class Rows:
 
     def read(self, places: np.ndarray, schema: Schema) -> tuple[list[Tensor], np.ndarray]:
         places, found = self.inside(places)
-        with nullcontext() if schema == self.schema else quiet():
+        with nullcontext() if schema is self.schema or schema == self.schema else quiet():
             pairs = [leaf.fitted_rows(rows_of(column, places)) for leaf, column in zip(schema.leaves, self.columns, strict=True)]
         fits = [mask for _, mask in pairs if mask is not None]
         blocks = [block for block, _ in pairs]

@@ -207,7 +207,7 @@ def _pair(record: Any, what: str) -> tuple[Any, Any]:
     if not isinstance(record, tuple | list) or len(record) != 2:
         raise DataError(
             f"{what} must be a pair (inputs, target). Several inputs go into a tuple or a dict: ((a, b), target). "
-            "dpulr.data.Columns makes pairs of items that are dicts."
+            "dpulr.data.Columns makes pairs of items that are dicts, dpulr.data.ArrayDataset of the rows of two arrays."
         )
     return record[0], record[1]
 

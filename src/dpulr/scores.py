@@ -138,7 +138,8 @@ def _check(outputs: Tensor, targets: Tensor) -> None:
     ):
         raise InvalidArgument(
             "evaluate() and score() compare one output per class, of shape (records, classes), with one label per record, a whole "
-            f"number; got outputs of shape {tuple(outputs.shape)} and targets that are {described(targets)}."
+            f"number; got outputs of shape {tuple(outputs.shape)} and targets that are {described(targets)}. For a regression, or "
+            "several labels per record, take dpulr.scores.mean_loss(model, dataset, loss_fn)."
         )
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= outputs.shape[1]:
@@ -154,12 +155,13 @@ def evaluating(model: Scorer) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         yield
         return
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]  # parts of it may be frozen in eval mode
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
 def _outputs(model: Scorer, inputs: Any) -> Tensor:

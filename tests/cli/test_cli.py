@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,12 @@ def test_a_users_module_is_imported_before_its_ledger_is_read(finished: Path, tm
     ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
     assert "registered" in ended.stdout
     assert (ended.returncode, "config.json is not the one" in ended.stderr) == (3, True)
+
+
+def test_warnings_are_sentences(tmp_path: Path, run_cli: Cli) -> None:
+    """The library's own; another's stay as they are."""
+    with warnings.catch_warnings(action="always"):
+        ended = run_cli("train", *SMALL, "--steps", 1, "--evaluations", 0, "--out", tmp_path / "run")
+    (said,) = [line for line in ended.err.splitlines() if "200 records" in line]
+    assert said.startswith("dpulr: the data set has 200 records; with fewer than")
+    assert "Warning" not in ended.err

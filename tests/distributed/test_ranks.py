@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -121,26 +122,31 @@ def test_the_sum_over_ranks_is_that_of_one_process(
             assert other[i][1] == found[0][i][1]
 
 
-def reduced(rank: int, mechanism: Any) -> list[tuple[int, int]]:
-    """The tensors of floating-point numbers that a step reduces: how many numbers, and bytes."""
-    private, sent, reduce = engine(mlp(), points(), mechanism=mechanism), [], dist.all_reduce
+def reduced(rank: int, mechanism: Any, **settings: Any) -> list[tuple[int, int]]:
+    """The releases that a step reduces: how many numbers, and bytes."""
+    private, sent, reduce = engine(mlp(), points(), mechanism=mechanism, **settings), [], dist.all_reduce
 
     def noted(tensor: Tensor, **options: Any) -> Any:
-        if tensor.is_floating_point():
+        if tensor.dtype in (torch.float64, torch.int32):
             sent.append((tensor.numel(), tensor.numel() * tensor.element_size()))
         return reduce(tensor, **options)
 
     dist.all_reduce = noted
     train(private, 1)
-    assert private.ranks.bytes_sent(private.fitted.size) == sent[0][1]  # in a ring of two: half of it there, half of it back
+    told = private.ranks.bytes_sent(private.fitted.size, private.spacing)
+    assert told == sent[0][1]  # in a ring of two: half of it there, half of it back
     return sent
 
 
 def test_a_zeroth_order_step_sends_one_number_for_each_direction() -> None:
-    assert on_ranks(2, reduced, dpulr.ZerothOrder(repeats=7)) == [[(7, 56)]] * 2
-    assert on_ranks(2, reduced, dpulr.Gradient())[0] == [(53, 424)]
+    assert on_ranks(2, reduced, dpulr.ZerothOrder(repeats=7)) == [[(7, 28)]] * 2
+    assert on_ranks(2, reduced, dpulr.Gradient())[0] == [(53, 212)]
     subspaces = dpulr.HiddenDirection(repeats=1, subspace=2)
-    assert on_ranks(2, reduced, subspaces)[0] == [(2 * 7 + 2 * 6, 208)]
+    assert on_ranks(2, reduced, subspaces)[0] == [(2 * 7 + 2 * 6, 104)]
+
+
+def test_sums_that_31_bits_may_not_hold_are_sent_as_floats() -> None:
+    assert on_ranks(2, functools.partial(reduced, noise_multiplier=1e-6), dpulr.Gradient())[0] == [(53, 424)]
 
 
 # --- the noise ------------------------------------------------------------------------------------------------------------
@@ -161,13 +167,13 @@ def noise_alone(rank: int, numbers: int, shared_noise: bool = True) -> tuple[Ten
         shared_noise=shared_noise,
     )
     shares: list[Tensor] = []
-    privatise = private._privatised
+    privatise = private.fitted.privatise
 
-    def noted(total: Tensor) -> Tensor:
-        shares.append(privatise(total).clone())
+    def noted(total: Tensor, noise: Tensor) -> Tensor:
+        shares.append(privatise(total, noise).clone())
         return shares[-1].clone()
 
-    private._privatised = noted  # type: ignore[method-assign]
+    private.fitted.privatise = noted  # type: ignore[method-assign]
     released: list[Tensor] = []
     private.on_release(lambda seen: released.append(seen.values))
     train(private, 1)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import dpulr
 from dpulr import accounting
-from dpulr.mechanisms import FittedMechanism, Gaussian, HiddenDirection, Mechanism, ZerothOrder
+from dpulr.mechanisms import FittedMechanism, Gaussian, Gradient, HiddenDirection, Mechanism, ZerothOrder
 from dpulr.mechanisms.check import bound_of, check_mechanism, is_foreign
+from dpulr.mechanisms.gradient import FittedGradient
 from dpulr.model.prepare import prepare
 from dpulr.plan import Request
 from tests.support.core import CPU, LOSS, all_kinds, mlp
@@ -26,9 +27,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = (torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
 
 
-def reason(mechanism: Mechanism, model: nn.Module | None = None, noise: float = 2.0) -> str | None:
+def reason(mechanism: Mechanism, model: nn.Module | None = None, noise: float = 2.0, per_person: int = 1) -> str | None:
     forward = prepare(mlp() if model is None else model, LOSS, EXAMPLE, CPU, space=mechanism.space)
-    request = Request(records=100, batch_size=10, steps=1, noise_multiplier=noise)
+    unit = "record" if per_person == 1 else "person"
+    request = Request(records=100, batch_size=10, steps=1, noise_multiplier=noise, unit=unit, per_person=per_person)
     plan = mechanism.plan(request, forward.sites)
     return check_mechanism(mechanism.fit(forward, plan, memory_limit=None, seed=0), forward, plan)
 
@@ -161,6 +163,29 @@ def test_a_wrong_mechanism_is_told_why(mechanism: Mechanism, message: str) -> No
     assert found is not None
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(found)
+
+
+class EachRecord(FittedGradient):
+    """Bounds each record of a person, not all of them together."""
+
+    def sum_over_people(self, batch: Any, people: Any, public: Any, directions: Any) -> Tensor:
+        return self.sum_of_bounded_signals(batch, public, directions)
+
+
+class BoundsRecords(Gradient):
+    def fit(self, forward: Any, plan: Any, *, memory_limit: int | None, seed: int) -> EachRecord:
+        return EachRecord(self, forward, plan, memory_limit=memory_limit, seed=seed)
+
+
+def test_people_are_tried_as_people() -> None:
+    """A person with three records may move the sum no further than one record may."""
+    for mechanism in (Gradient(), HiddenDirection(per_person=3, repeats=1), ZerothOrder(repeats=2)):
+        assert reason(mechanism, per_person=3) is None
+    assert reason(BoundsRecords()) is None
+    found = reason(BoundsRecords(), per_person=3)
+    assert found is not None
+    assert "a person with 3 synthetic records" in found
+    assert "but its release allows 1" in found
 
 
 # --- bounds of releases ---------------------------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ def test_large_models_are_updated_group_by_group(monkeypatch: pytest.MonkeyPatch
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         private = engine(model, points(10, 5), mechanism="zeroth-order", batch_size=5, insecure_noise_seed=2, optimizer=optimizer)
         train(private)
-        assert len(private._groups) == (1 if block == 2**20 else 3)
+        assert len(private._updates.groups) == (1 if block == 2**20 else 3)
         assert block == 2**20 or sum(p.grad is not None for p in model.parameters()) <= 2
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(*weights)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 import dpulr
 from dpulr.errors import ModelRefused
 from dpulr.model.batches import call_model, row
-from dpulr.model.exported import Each, Packed
+from dpulr.model.exported_layers import Each, Packed
 from dpulr.model.forward import Forward
 from dpulr.model.prepare import prepare
 from dpulr.model.replay import TracedPasses

@@ -15,7 +15,7 @@ from dpulr.errors import ModelRefused
 from dpulr.model.prepare import prepare
 from dpulr.model.replay import TracedPasses
 from dpulr.model.row_independence import check_rows
-from tests.support.core import CPU, LOSS
+from tests.support.core import CPU, LOSS, engine, points
 
 EXAMPLE = (torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
 
@@ -142,6 +142,53 @@ def larger_loss(output: Tensor, target: Tensor) -> Tensor:
 def test_what_only_large_batches_show_is_refused(between: Any, loss_fn: Any, message: str) -> None:
     with pytest.raises(ModelRefused, match=message):
         prepare(Between(between), loss_fn, EXAMPLE, CPU)
+
+
+def test_the_large_batch_is_as_large_as_those_of_a_step() -> None:
+    above = Between(lambda h: h if len(h) <= 1_000 else h - h.mean(0))
+    assert engine(above, points(), batch_size=10).guarantee == "certified"  # 640 rows: no pass has more
+    with pytest.raises(ModelRefused, match="before 'second' mixes records"):
+        engine(above, points(), batch_size=20)
+
+
+# --- records that most data have none of ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "rare",
+    [
+        lambda x: x.isnan().any(),
+        lambda x: x.isinf().any(),
+        lambda x: (x == 0).all(1).any(),
+        lambda x: x.amax() > 1e6,
+        lambda x: x.amin() < -1e6,
+    ],
+    ids=["not a number", "infinite", "zeros", "huge", "negative"],
+)
+def test_a_rare_record_that_decides_over_others_is_refused(rare: Any) -> None:
+    class Decides(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.where(rare(x), -1.0, 1.0)
+
+    with pytest.raises(ModelRefused, match="mixes records"):
+        prepare(Decides(nn.Tanh()), LOSS, EXAMPLE, CPU)
+
+
+def test_a_rare_label_or_word_that_decides_over_others_is_refused() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return LOSS(output, target) * torch.where((target == 2).any(), -1.0, 1.0)
+
+    with pytest.raises(ModelRefused, match="the loss function mixes records"):
+        prepare(Between(nn.Tanh()), loss, EXAMPLE, CPU)
+
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(100, 3)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.table(words).mean(1) * torch.where((words > 50).any(), -1.0, 1.0)
+
+    with pytest.raises(ModelRefused, match="mixes records"):
+        prepare(Decides(), LOSS, (torch.zeros(1, 4, dtype=torch.int64), EXAMPLE[1]), CPU)
 
 
 def test_the_large_batch_is_as_large_as_asked_for() -> None:

@@ -55,6 +55,11 @@ class SmallNorms(LinearRule):
         return super().norms(call, signal) / 3
 
 
+class SmallJointNorms(LinearRule):
+    def joint_norms(self, calls: Any, signals: Any) -> Tensor:
+        return super().joint_norms(calls, signals) / 3
+
+
 class SmallForLarge(LinearRule):
     """Right for inputs between 0 and 1 only."""
 
@@ -91,6 +96,7 @@ class OthersWeights(LinearRule):
     [
         (SmallGains, r"rule that was registered for '0' \(Mine\) is wrong: .* is 50 times as long as its gain allows"),
         (SmallNorms, r"'0' \(Mine\) is wrong: .* is 3 times as long as its norm allows"),
+        (SmallJointNorms, r"'0' \(Mine\) is wrong: .* is 3 times as long as its joint norm allows"),
         (SmallForLarge, r"'0' \(Mine\) is wrong: .* times as long as its gain allows"),
         (BlindGains, "its gains are finite for an input of nan"),
         (OtherGradient, "its add_gradient is not the gradient that torch finds"),

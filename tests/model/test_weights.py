@@ -82,6 +82,7 @@ def test_a_record_whose_weight_raises_counts_nothing_and_the_others_do() -> None
     ("weights", "message"),
     [
         (lambda targets: targets / targets.double().mean().clamp(min=0.1), "a record's own target alone"),
+        (lambda targets: torch.ones(len(targets)) * (len(targets) < 300), "a record's own target alone"),
         (lambda targets: torch.ones(()), "one number per record"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.errors import InvalidArgument
-from dpulr.paper.mechanism import StepSettings
+from dpulr.paper.step import StepSettings
 from tests.support.algorithm_1 import BASE, Literal, convolutions, data, engine_for, fitted_to
 from tests.support.core import Kept, gradient, normed_mlp, train
 

@@ -35,7 +35,7 @@ def replayed(pairs: Pairs, numbers: range, capfd: pytest.CaptureFixture[str]) ->
     for number in numbers:
         replay, data, neighbour, seed, what = pairs.draw(number)
         try:
-            shares = compare(replay, data, neighbour, seed, tolerance=pairs.tolerance)
+            shares = compare(replay, data, neighbour, seed)
         except Leak as leak:
             raise Leak(f"{what}: {leak}") from None
         done += 1
@@ -111,7 +111,7 @@ def test_a_record_s_pass_does_not_warn(name: str) -> None:
     others = [ordinary(MODELS[name], rng) for _ in range(5)]
     own = others[0][0].clone()
     own[3] = torch.inf
-    compare(replay, Items(others), Items([*others, (own, 1)]), tolerance=np.inf)
+    compare(replay, Items(others), Items([*others, (own, 1)]))
 
 
 def test_a_gradient_of_another_shape_does_not_raise() -> None:
@@ -217,8 +217,8 @@ def test_it_finds_promoted_types_and_batched_transforms(monkeypatch: pytest.Monk
     far = (torch.full((6,), 100.0), 1)
     for mechanism in (dpulr.HiddenDirection(), dpulr.Gradient(), dpulr.ZerothOrder(repeats=1)):
         replay = Replay(mechanism, mlp(), Items(others), loss_fn=LOSS)
-        compare(replay, Items(others), Items([*others, (others[0][0].double(), 1)]), tolerance=1e-3)  # finding 12: rounding
-        compare(replay, Centred(others), Centred([*others, far]), tolerance=1e-3)
+        compare(replay, Items(others), Items([*others, (others[0][0].double(), 1)]))
+        compare(replay, Centred(others), Centred([*others, far]))
         with promoting(monkeypatch):
             with pytest.raises(Leak):
                 compare(replay, Items(others), Items([*others, (others[0][0].double(), 1)]))
@@ -256,7 +256,7 @@ def test_it_finds_a_shared_dropout_seed(monkeypatch: pytest.MonkeyPatch) -> None
     others = [ordinary(MODELS["dropout"], np.random.default_rng(i)) for i in range(30)]
     data, neighbour = Items(others[:-1]), Items(others)
     replay = Replay(dpulr.Gaussian(repeats=2), made("dropout"), data, loss_fn=LOSS, random_model=True)
-    compare(replay, data, neighbour, tolerance=1e-4)
+    compare(replay, data, neighbour)
     monkeypatch.setattr("tests.support.replaying.Replaying", SharedStream)
     replay = Replay(dpulr.Gaussian(repeats=2), made("dropout"), data, loss_fn=LOSS)
     with pytest.raises(Leak, match="bound"):

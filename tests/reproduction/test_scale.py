@@ -21,9 +21,9 @@ def test_the_fit_finds_the_costs_that_made_the_times(cores: int) -> None:
 
 
 def test_a_prediction_by_hand() -> None:
-    """Ten workers: 18 messages of the ring and 16 of the two trees, and 1.8 times a release of 80,000 bytes."""
+    """Ten workers: 18 messages of the ring and 16 of the two trees, and 1.8 times a release of 40,000 bytes."""
     causes = scale.Costs(fixed=2e-3, record=1e-5, wait=1.0).on_network(10, 2_000, 10_000)
-    assert causes == pytest.approx({"fixed": 2e-3, "records": 2e-3, "latency": 34 * 50e-6, "bandwidth": 1.8 * 80_000 / 1.25e9})
+    assert causes == pytest.approx({"fixed": 2e-3, "records": 2e-3, "latency": 34 * 50e-6, "bandwidth": 1.8 * 40_000 / 1.25e9})
 
 
 def test_the_first_bottleneck_is_named() -> None:

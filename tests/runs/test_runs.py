@@ -23,10 +23,10 @@ from dpulr.accounting.rounding import up
 from dpulr.cli.progress import summary
 from dpulr.files import read_lines
 from dpulr.runs import Interrupted, PrivacyRefusal, Settings, checkpoint, train_and_evaluate
+from dpulr.runs.config_files import read_config
 from dpulr.runs.folder import locked
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.process import Stop
-from dpulr.runs.settings import read_config
 from tests.support.small_cli import SMALL, Ended, child_environment
 
 Cli = Callable[..., Ended]
@@ -269,9 +269,10 @@ def test_a_second_process_is_refused(finished: Path, run_cli: Cli) -> None:
 
 def test_the_lock_ends_with_its_process_and_names_its_run(tmp_path: Path) -> None:
     ready, tell = os.pipe()
+    (tmp_path / ".lock").write_text("a run")
     holder = os.fork()
     if holder == 0:
-        with locked(tmp_path, "a run"):
+        with locked(tmp_path):
             os.write(tell, b"x")
             signal.pause()
     try:
@@ -284,6 +285,26 @@ def test_the_lock_ends_with_its_process_and_names_its_run(tmp_path: Path) -> Non
     for _ in range(2):
         with locked(tmp_path) as owner:
             assert owner == "a run"
+
+
+def test_a_new_folder_appears_as_windows_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Cli) -> None:
+    """There no folder is renamed in which a file is open, or onto another folder."""
+    folder, renamed, replace = tmp_path / "run", [], os.replace
+    folder.mkdir()
+
+    def strict(source: Path, target: Path) -> None:
+        if Path(source).is_dir():
+            renamed.append(target)
+            assert not Path(target).exists()
+            assert not any(
+                os.readlink(entry).startswith(str(source)) for entry in Path("/proc/self/fd").iterdir() if entry.exists()
+            )
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", strict)
+    assert run_cli("train", *SMALL, "--steps", 1, "--evaluations", 0, "--out", folder).code == 0
+    assert renamed == [folder]
+    assert len((folder / ".lock").read_text()) == 16
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -13,6 +13,7 @@ from dpulr import accounting
 from dpulr.errors import BudgetError, PrivacyRefusal, RunError, UsageError
 from dpulr.files import read_json, replace_json
 from dpulr.runs import tuning
+from dpulr.runs.folder import SEARCH
 from dpulr.runs.settings import Settings
 from dpulr.runs.space import Search, plan_search
 
@@ -134,9 +135,9 @@ def test_what_was_drawn_can_t_be_drawn_again(tmp_path: Path, plan: Any) -> None:
 def test_a_run_that_would_release_something_else_is_refused(tmp_path: Path, plan: Any) -> None:
     folder = tmp_path / "search"
     tuning.begin(plan.search, folder)
-    about = read_json(folder / tuning.SEARCH)
+    about = read_json(folder / SEARCH)
     less = [{**one, "noise_multiplier": one["noise_multiplier"] / 2} for one in about["runs_with"]]
-    replace_json(folder / tuning.SEARCH, {**about, "runs_with": less})
+    replace_json(folder / SEARCH, {**about, "runs_with": less})
     with pytest.raises(PrivacyRefusal, match="something else than was charged"):
         tuning.one_run(str(folder), 0)
 
@@ -205,3 +206,10 @@ def test_tune_counts_what_accounting_counts(plan: Any) -> None:
     alone = max(accounting.epsilon([charge], 1e-4) for charge in plan.charges)
     assert plan.cost.run == pytest.approx(alone)
     assert math.isfinite(plan.cost.total)
+
+
+@pytest.mark.parametrize("command", ["report", "resume"])
+def test_a_search_is_no_single_run(command: str, tmp_path: Path, run_cli: Any) -> None:
+    (tmp_path / "search.json").write_text("{}")
+    ended = run_cli(command, tmp_path)
+    assert (ended.code, "is a search (dpulr tune)" in ended.err) == (2, True)

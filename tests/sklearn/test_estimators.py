@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,11 @@ def test_all_checks_of_scikit_learn_that_privacy_allows(kind: Any) -> None:
     assert len(found) > 40
     assert odd - set(FORBIDDEN) == set()
     assert "check_dtype_object" in odd  # it stays forbidden
+
+
+def test_the_docs_list_the_checks_that_privacy_forbids() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tables.md").read_text()
+    assert set(re.findall(r"`(check_\w+)`", page)) - {"check_estimator"} == set(FORBIDDEN)
 
 
 def test_a_classifier_learns_and_states_what_it_cost() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpulr
-from dpulr.paper.mechanism import FittedPaper
+from dpulr.paper.step import FittedPaper
 from dpulr.randomness import RandomSource
 from tests.support.core import LOSS, engine, fit, points
 

@@ -25,7 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpulr
 from dpulr.accounting.events import HiddenDirectionRelease
+from dpulr.mechanisms.check import bound_of
+from dpulr.membership import Membership
 from dpulr.model.batches import count, rows
+from dpulr.model.people import People
 from dpulr.randomness import Directions, GaussianNoise, RandomSource
 from dpulr.records import Records
 
@@ -58,27 +61,36 @@ class RecordDirections(Directions):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(np.random.default_rng(0), device, dtype)
         self.rows: list[Key] = []
+        self.people: list[Key] = []
         self.forget()
 
     def forget(self) -> None:
         """A new step: all streams begin again."""
         self.drawn: Counter[Key] = Counter()
         self._streams: dict[Key, np.random.Generator] = {}
-        self._seen: Counter[Key] = Counter()
+        self._seen: tuple[Counter[Key], Counter[Key]] = Counter(), Counter()  # records, people
         self._shapes: Sequence[tuple[int, ...]] | None = None
 
-    def announce(self, batch: Any, absent: Sequence[int] = ()) -> None:
-        """The records of the draws to come. Equal records are told apart by their order, which is all the same for their sum.
+    def announce(self, batch: Any, absent: Sequence[int] = (), people: People | None = None) -> None:
+        """The records of the draws to come, and whose they are. Equal ones are told apart by their order, which is all the same for
+        their sum.
 
         What is drawn for rows that hold no record is not counted.
         """
-        self.rows = []
-        for i, key in enumerate(keys_of(batch)):
-            if i in absent:
-                self.rows.append(_NOBODY)
-                continue
-            self._seen[key] += 1
-            self.rows.append(key + self._seen[key].to_bytes(2, "big"))
+        keys = [_NOBODY if i in absent else key for i, key in enumerate(keys_of(batch))]
+        self.rows, self.people = self._numbered(keys, 0), []
+        if people is not None:
+            theirs = [
+                [key for key, owner in zip(keys, people.owners.tolist(), strict=True) if owner == i] for i in range(people.count)
+            ]
+            self.people = self._numbered([own[0] if len(own) == 1 else _digest(b"".join(own)) for own in theirs], 1)
+
+    def _numbered(self, keys: list[Key], kind: int) -> list[Key]:
+        numbered = []
+        for key in keys:
+            self._seen[kind][key] += 1
+            numbered.append(key and key + self._seen[kind][key].to_bytes(2, "big"))
+        return numbered
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Nothing is drawn ahead."""
@@ -96,9 +108,10 @@ class RecordDirections(Directions):
             self._shapes = None
 
     def _of_records(self, repeats: int, records: int, dim: int) -> Tensor:
-        assert records == len(self.rows), "directions were drawn for other records than those of the pass"
-        numbers = [self._stream(key).standard_normal((repeats, dim), dtype=np.float32) for key in self.rows]
-        for key in self.rows:
+        rows = self.rows if records == len(self.rows) else self.people
+        assert records == len(rows), "directions were drawn for other records than those of the pass"
+        numbers = [self._stream(key).standard_normal((repeats, dim), dtype=np.float32) for key in rows]
+        for key in rows:
             self.drawn[key] += repeats * dim if key != _NOBODY else 0
         return torch.from_numpy(np.stack(numbers, axis=1)).to(self.device, self.dtype)
 
@@ -175,6 +188,9 @@ class Replaying(RandomSource):
         self.own_noise = NoNoise(size)
         return self.own_noise
 
+    def laplace_noise(self, size: int, scale: int) -> Any:
+        return self.noise(size)
+
     def model_randomness(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         return self.draws if self.random_model else contextlib.nullcontext()
 
@@ -214,7 +230,7 @@ class _Announced(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for clean in super().__iter__():
-            self._directions.announce((clean.inputs, clean.targets), clean.absent)
+            self._directions.announce((clean.inputs, clean.targets), clean.absent, clean.people)
             yield clean
 
 
@@ -263,25 +279,31 @@ class Replay:
         self._released: list[Tensor] = []
         self._totals: list[Tensor] = []
         self._public = self.engine.fitted.draw_public(0)
-        summed = self.engine.fitted.sum_of_bounded_signals
-
-        def noted(*args: Any) -> Any:
-            self._totals.append(summed(*args))
-            return self._totals[-1].clone()
-
-        self.engine.fitted.sum_of_bounded_signals = noted
+        for name in ("sum_of_bounded_signals", "sum_over_people"):
+            setattr(self.engine.fitted, name, self._noted(getattr(self.engine.fitted, name)))
         self.engine.fitted.draw_public = lambda step: self._public
         scales = getattr(self.engine.fitted, "scales", None)
         if scales is not None:
             scales.follow = lambda released: None  # the scales of a step come from earlier releases: the same for both neighbours
 
+    def _noted(self, summed: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            self._totals.append(summed(*args))
+            return self._totals[-1].clone()
+
+        return noted
+
     def in_parts_of(self, records: int | None) -> None:
-        """From now on so many records go through the model at once; None: as many as the mechanism likes."""
+        """From now on so many records go through the model at once; None: as many as the mechanism likes. People stay whole."""
         chunks = getattr(self.engine.fitted, "chunks", None)
         if chunks is None:
             return
-        vars(chunks).pop("records", None)
+        for name in ("records", "people"):
+            vars(chunks).pop(name, None)
         if records is None:
+            return
+        if self.engine.plan.per_person > 1:
+            chunks.people = lambda batch, people: people.parts(batch, records)
             return
 
         def parts(batch: Any) -> Iterator[Any]:
@@ -291,7 +313,7 @@ class Replay:
         chunks.records = parts
 
     def record(self, data: Any, seed: int = 0) -> Recorded:
-        """One step on this data."""
+        """One step on this data. If it has `owners`, people are protected."""
         engine, source = self.engine, self.source
         source.own_directions.forget()
         source.batch_rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
@@ -302,7 +324,9 @@ class Replay:
             warnings.simplefilter("always")
             with contextlib.redirect_stderr(out):
                 try:
-                    engine.records = Records(data, torch.device("cpu"))
+                    engine._drawing.records = Records(data, torch.device("cpu"))
+                    if hasattr(data, "owners"):
+                        engine._drawing._membership = Membership(iter(data.owners))
                     for batch in engine.batches(1):
                         engine.step(*batch)
                 except Exception as problem:
@@ -334,7 +358,9 @@ class Replay:
         fitted, step = self.engine.fitted, self.engine.plan.step
         assert step is not None
         if not isinstance(step.release, HiddenDirectionRelease):
-            return {"all": float(difference.norm()) / (fitted.noise_std / step.release.equivalent_noise())}
+            bound = bound_of(step.release, fitted.noise_std)
+            assert bound is not None
+            return {"all": float(difference.norm()) / bound}
         parts, layout = fitted.parts(difference), fitted.layout
         ratios = [site.noise_ratio for site in step.release.sites] + list(step.release.gaussian)
         groups = {layout.label(group): list(group) for group in layout.groups}
@@ -356,16 +382,9 @@ class Leak(AssertionError):
     """One record did more than its share."""
 
 
-def compare(
-    replay: Replay, data: Any, neighbour: Any, seed: int = 0, *, without: Sequence[str] = (), tolerance: float = TOLERANCE
-) -> dict[str, float]:
-    """A step on `data` and one on `neighbour`, which has one record more. Returns the shares; raises where they are too large.
-
-    `without` names what is known to differ and has a test of its own; so has a `tolerance` that is not the usual one.
-    """
+def compare(replay: Replay, data: Any, neighbour: Any, seed: int = 0) -> dict[str, float]:
+    """A step on `data` and one on `neighbour`, which has one record more. Returns the shares; raises where they are too large."""
     first, second = replay.record(data, seed), replay.record(neighbour, seed)
-    for name in without:
-        first.seen[name] = second.seen[name] = None
     if first.seen != second.seen:
         differ = {name: (value, second.seen[name]) for name, value in first.seen.items() if value != second.seen[name]}
         raise Leak(f"one record more, and this can be seen: {differ}")
@@ -374,11 +393,12 @@ def compare(
     if not first.seen["global generators"]:
         raise Leak("a step moved the global generators")
     others = {key: drawn for key, drawn in first.drawn.items() if second.drawn[key] != drawn}
-    if others or sum((second.drawn - first.drawn).values()) > max(first.drawn.values(), default=0):
+    most = replay.engine.plan.per_person * max(first.drawn.values(), default=0)
+    if others or (first.drawn and sum((second.drawn - first.drawn).values()) > most):
         raise Leak("one record changes how many numbers are drawn for the others")
     if first.total.shape != second.total.shape or not bool(torch.isfinite(second.total).all()):
         raise Leak("one record changes the shape of the sum, or makes it infinite")
     shares = replay.shares(second.total - first.total)
-    if max(shares.values()) > 1 + tolerance:
+    if max(shares.values()) > 1 + TOLERANCE:
         raise Leak(f"one record moves the sum by {max(shares.values()):.7g} of its bound: {shares}")
     return shares

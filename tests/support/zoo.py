@@ -202,24 +202,6 @@ class TwoInputs(nn.Module):
         return self.head(h)
 
 
-class Reused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.twice(torch.relu(self.twice(x))))
-
-
-class NeverCalled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
 class OutOfOrder(nn.Module):
     """Layers are registered in another order than they run, side by side and one behind the other, with a clean operand."""
 

@@ -197,7 +197,7 @@ class HiddenSite:
 
     @property
     def shift(self) -> Shift:
-        """A number is moved by the mean over draws of products <a, z>, |a| at most 1, over tau (section 9, step 5)."""
+        """A number is moved by the mean over draws of products a.z, |a| at most 1, over tau (section 9, step 5)."""
         from dpulr.accounting.small_signal import mean_overlap
 
         largest = 1 / self.noise_ratio

@@ -35,6 +35,13 @@ class Ledger:
         validate.positive("epsilon", epsilon)
         self.evaluations.append(float(epsilon))
 
+    def hold_at_least(self, other: Ledger) -> None:
+        """Charge what another state of the same run holds beyond this one."""
+        for charge in other.charges:
+            self.append(charge.step, max(0, charge.count - self._counts.get(charge.step, 0)))
+        for epsilon in other.evaluations[len(self.evaluations) :]:
+            self.charge_evaluation(epsilon)
+
     @property
     def evaluation_epsilon(self) -> float:
         return math.fsum(self.evaluations)

@@ -14,8 +14,6 @@ from dpulr.accounting.events import Unaccounted as Unaccounted
 from dpulr.accounting.events import register_release as register_release
 from dpulr.accounting.laplace import LaplaceRelease as LaplaceRelease
 from dpulr.accounting.ledger import Ledger as Ledger
-from dpulr.accounting.planning import plan as plan
-from dpulr.accounting.planning import steps_of as steps_of
 from dpulr.accounting.privacy_cost import delta_at as delta_at
 from dpulr.accounting.privacy_cost import epsilon as epsilon
 from dpulr.accounting.privacy_cost import privacy_profile as privacy_profile
@@ -34,3 +32,5 @@ from dpulr.paper.nominal import NominalEpsilon as NominalEpsilon
 from dpulr.paper.nominal import PaperRelease as PaperRelease
 from dpulr.paper.nominal import paper_nominal as paper_nominal
 from dpulr.paper.nominal import paper_nominal_epsilon as paper_nominal_epsilon
+from dpulr.plan import steps_of as steps_of
+from dpulr.solver import plan as plan

@@ -97,14 +97,17 @@ def hidden_direction_release(
     return HiddenDirectionRelease(sites, exact)
 
 
+_GAUSSIAN = ("gaussian", "gradient", "zeroth-order")  # a clipped vector per record: one price
+
+
 def release_maker(mechanism: str | MakeRelease, **layers: Any) -> MakeRelease:
     """From a name to what makes its release; layers: the arguments of `hidden_direction_release`. A function stays as it is."""
-    if callable(mechanism) or mechanism == "gaussian":
+    if callable(mechanism) or mechanism in _GAUSSIAN:
         if layers:
-            name = "gaussian" if mechanism == "gaussian" else "given"
+            name = "given" if callable(mechanism) else mechanism
             raise InvalidArgument(f"{sorted(layers)[0]} means nothing to the {name} mechanism.")
         return mechanism if callable(mechanism) else GaussianRelease
-    validate.one_of("mechanism", mechanism, ("gaussian", "hidden-direction"))
+    validate.one_of("mechanism", mechanism, (*_GAUSSIAN, "hidden-direction"))
     return lambda noise: hidden_direction_release(noise, **layers)
 
 

@@ -17,7 +17,7 @@ from dpulr.audit.attacks import Attack
 from dpulr.audit.bounds import Array
 from dpulr.audit.games import ENDLESS, Game, Unmoved, engine_claim, linear_loss, released_in
 from dpulr.engine import PrivacyEngine
-from dpulr.mechanisms import HiddenDirection
+from dpulr.mechanisms import Mechanism
 from dpulr.randomness import RandomSource
 
 _ROWS = 10_000
@@ -42,7 +42,7 @@ class HybridGame(Game):
 
     def __init__(
         self,
-        mechanism: HiddenDirection,
+        mechanism: Mechanism,
         *,
         dim: int,
         noise_multiplier: float,
@@ -60,7 +60,7 @@ class HybridGame(Game):
             Unmoved(model),
             TensorDataset(torch.arange(self.rows), target),
             linear_loss,
-            mechanism=replace(mechanism, exact=("exact",)),
+            mechanism=replace(mechanism, exact=("exact",)),  # type: ignore[type-var]
             expected_batch_size=1.0,
             sample_rate=sample_rate,
             steps=ENDLESS,

@@ -16,7 +16,7 @@ from dpulr.audit.games import Game, RowsGame, batch_game, single_canary_game
 from dpulr.audit.hybrid_game import HybridGame
 from dpulr.audit.verdict import Verdict, judge
 from dpulr.errors import BudgetError, InvalidArgument
-from dpulr.mechanisms import HiddenDirection, Mechanism, kind_of
+from dpulr.mechanisms import Mechanism, kind_of
 from dpulr.model.losses import LossFunction
 
 ROWS_TRIALS, BATCH_TRIALS = 400_000, 10_000
@@ -102,7 +102,7 @@ def one_step(
         shared: dict[str, Any] = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps, "seed": seed}
         shared["per_person"] = per_person
         game: Game
-        if isinstance(attacked, HiddenDirection) and attacked.exact != "none" and per_person == 1:
+        if attacked.has_exact_part and per_person == 1:
             del shared["per_person"]
             game = HybridGame(attacked, dim=dim or worst.dim, **shared)
         else:

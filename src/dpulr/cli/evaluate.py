@@ -12,7 +12,9 @@ import typer
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    dataset: Annotated[str | None, typer.Option(help="Another data set, whose test part is used.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Another data set, whose test part is used; all of a csv: or parquet: file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with the confusion matrix.")] = False,
 ) -> None:
     """Accuracy, loss, calibration and a table by class, of the model in a run, on held-out data."""

@@ -6,7 +6,10 @@ import errno
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from dpulr import errors
 from dpulr.distributed.launch import rank
@@ -33,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in given or os.environ.get("DPULR_DEBUG", "") not in ("", "0")
     given = [argument for argument in given if argument != "--debug"]
     try:
-        return _run(given)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            return _run(given)
     except BaseException as problem:
         if isinstance(problem, SystemExit):
             return problem.code if isinstance(problem.code, int) else FAILED
@@ -91,6 +96,17 @@ def _complain(text: str) -> None:
     if text:
         # surrogates come from file names that are not valid text
         print(f"dpulr: {text}".encode("utf-8", "replace").decode(), file=sys.stderr)
+
+
+_show = warnings.showwarning
+
+
+def _warn(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> None:
+    """What the library warns of is a sentence, too; whose line it came from is of no use here."""
+    if Path(filename).is_relative_to(Path(errors.__file__).parent):
+        _complain(str(message))
+    else:
+        _show(message, category, filename, *where, **more)
 
 
 def _close_output() -> None:

@@ -11,12 +11,13 @@ import typer
 
 from dpulr.cli.options import Sets, takes_settings
 from dpulr.errors import UsageError
-from dpulr.runs.settings import Settings, keys_of
+from dpulr.runs.settings import Settings
+from dpulr.runs.values import keys_of
 
 if TYPE_CHECKING:
     from dpulr.accounting.events import Release
-    from dpulr.accounting.planning import Solution
     from dpulr.auto import Choice, Task
+    from dpulr.solver import Solution
 
     MakeRelease = Callable[[float], Release]
 
@@ -38,14 +39,14 @@ def plan(
 ) -> None:
     """Leave out one of epsilon, noise, batch size, epochs and data set size: it is computed. Leave out more: they are what
     train takes, and the noise is computed, or epsilon if the noise is given. Leave out none: delta is computed."""
-    from dpulr.accounting import planning
+    from dpulr import solver
 
     settings = Settings.build(options=options, sets=sets or ())
     said = {*options, *keys_of(sets or ())}
     how = _of_dims(settings, dims) if dims is not None else _of_model(settings, dataset_size)
     given = _completed(settings, said, dataset_size, how)
     delta = settings.target_delta if "target_delta" in said or None in given.values() else None
-    found = planning.plan(mechanism=how.release, delta=delta, rejection_threshold=settings.rejection_threshold, **given)
+    found = solver.plan(mechanism=how.release, delta=delta, rejection_threshold=settings.rejection_threshold, **given)
     layers = _layers(how.release(found.noise_multiplier), found.noise_multiplier)
     explained = how.explained(found)
     if as_json:
@@ -99,7 +100,7 @@ def _defaults(settings: Settings) -> dict[str, Any]:
 
 
 def _epochs(steps: int, batch_size: int | None, dataset_size: int | None) -> float:
-    from dpulr.accounting.planning import epochs_of
+    from dpulr.plan import epochs_of
 
     if batch_size is None or dataset_size is None:
         raise UsageError("give --epochs instead of --steps where the batch size or the data set size is to be computed.")

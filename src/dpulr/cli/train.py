@@ -12,7 +12,8 @@ import typer
 from dpulr.cli.options import AsJson, Logs, Restarts, Sets, Unprotected, Workers, takes_settings
 from dpulr.distributed.launch import joined, launch, restarted, under_torchrun
 from dpulr.errors import UsageError
-from dpulr.runs.settings import Settings, read_config, split_invocation
+from dpulr.runs.config_files import read_config, split_invocation
+from dpulr.runs.settings import Settings
 
 
 @takes_settings()

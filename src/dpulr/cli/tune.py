@@ -11,7 +11,9 @@ import typer
 
 from dpulr.cli.options import AsJson, Sets, takes_settings
 from dpulr.errors import UsageError
-from dpulr.runs.settings import Settings, pairs_of, read_config, split_invocation
+from dpulr.runs.config_files import read_config, split_invocation
+from dpulr.runs.settings import Settings
+from dpulr.runs.values import pairs_of
 
 
 @takes_settings()

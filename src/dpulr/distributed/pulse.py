@@ -38,7 +38,7 @@ class Pulse:
             beats += 1
             try:
                 self._store.set(f"pulse/{self.rank}", f"{beats} {self.meetings}")
-            except Exception:  # the store is gone: whoever waits for this rank will find out
+            except RuntimeError:  # the store is gone: whoever waits for this rank will find out
                 return
             self._ended.wait(_INTERVAL)
 
@@ -49,7 +49,7 @@ class Pulse:
                 return str(self._store.get("verdict").decode())
             found = self._missing(problem)
             return str(self._store.compare_set("verdict", "", found).decode())
-        except Exception:
+        except RuntimeError:
             return f"{self.names[0]} has ended, died or hangs: the store of torch.distributed, which it or torchrun holds, is gone"
 
     def _missing(self, problem: BaseException) -> str:

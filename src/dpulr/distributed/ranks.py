@@ -79,17 +79,21 @@ class Alone:
         """Which of the data set's rows are in this rank's part of the batch."""
         return sampler.draw(records, rng)
 
-    def released(self, total: Any, privatise: Callable[[Any], Tensor]) -> Tensor:
-        """The release, from the sum over this rank's records and the function that noises it."""
+    def released(self, total: Any, privatise: Callable[[Any], Tensor], spacing: float | None = None) -> Tensor:
+        """The release, from the sum over this rank's records and the function that noises it.
+
+        Shares that lie on a grid are sent as whole numbers of its cells, `spacing` wide: half the bytes, and added up exactly.
+        """
         return privatise(total)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
         return flag
 
-    def bytes_sent(self, numbers: int) -> int:
+    def bytes_sent(self, numbers: int, spacing: float | None = None) -> int:
         """Bytes that a rank sends per step, in a ring: a release of so many numbers, twice but for its own part of it."""
-        return round(2 * (self.size - 1) / self.size * 8 * numbers)
+        each = 8 if spacing is None or self.noise_shares == 1 else 4
+        return round(2 * (self.size - 1) / self.size * each * numbers)
 
 
 class Ranks(Alone):
@@ -122,7 +126,7 @@ class Ranks(Alone):
         if self.rank == 0:
             try:
                 message = [(make(), None)]
-            except Exception as problem:
+            except Exception as problem:  # the others wait: they are told before it is raised here
                 message = [(None, _portable(problem))]
                 self._together("while it was set up", lambda: self._broadcast(message))
                 raise
@@ -211,10 +215,14 @@ class Ranks(Alone):
         own = len(range(self.rank, records, self.size))
         return sampler.draw(own, rng) * self.size + self.rank
 
-    def released(self, total: Any, privatise: Callable[[Any], Tensor]) -> Tensor:
+    def released(self, total: Any, privatise: Callable[[Any], Tensor], spacing: float | None = None) -> Tensor:
         if self.noise_shares > 1:
             share = privatise(total)
-            return self._reduced(share.cpu(), dist.ReduceOp.SUM, "in this step").to(share.device)
+            if spacing is None:
+                return self._reduced(share.cpu(), dist.ReduceOp.SUM, "in this step").to(share.device)
+            most = (2**31 - 1) // self.size  # far more than there will be: all of them together must not overflow
+            cells = share.div_(spacing).nan_to_num_(0).clamp_(-most, most).int()
+            return self._reduced(cells.cpu(), dist.ReduceOp.SUM, "in this step").to(share).mul_(spacing)
         values = total.cpu()
         self._together("in this step", lambda: dist.reduce(values, self._root, group=self._group))
         values = privatise(values.to(total.device)).cpu() if self.rank == 0 else torch.empty_like(values)
@@ -288,7 +296,7 @@ def _portable(problem: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(problem))
         return problem
-    except Exception:
+    except Exception:  # an exception of a user's class may do anything when it is rebuilt
         return RankLost(f"rank 0 failed: {type(problem).__name__}: {problem}")
 
 

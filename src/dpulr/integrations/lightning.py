@@ -21,7 +21,7 @@ except ImportError as problem:
 from dpulr.accounting import PrivacySpent
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import InvalidArgument, StepError
-from dpulr.loops import Epochs
+from dpulr.parts.loops import Epochs
 
 
 class PrivateFit(Callback):

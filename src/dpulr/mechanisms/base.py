@@ -116,6 +116,11 @@ class Mechanism(ABC):
         """What a user should know of these (settled) settings on this model, in sentences. Public."""
         return []
 
+    @property
+    def has_exact_part(self) -> bool:
+        """Whether layers that hide their directions and exact ones share a release: an audit then attacks both at once."""
+        return False
+
     @abstractmethod
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedMechanism[Any]:
         """The mechanism tied to a model and to a plan."""
@@ -177,8 +182,12 @@ class FittedMechanism(ABC, Generic[Public]):
 
         Of several shares, each adds its part of the variance; their sum is the release.
         """
-        flat: Tensor = total.double()
-        return on_grid(flat.add_(noise, alpha=self.noise_std / math.sqrt(self.shares)), self.noise_std, self.shares)
+        return noised(total.double(), noise, self.noise_std, self.shares)
+
+    def spacing(self, largest: float) -> float | None:
+        """The grid on which shares lie, if a signed number of 31 bits counts its cells up to `largest`; None: as floats, then."""
+        spacing = grid_spacing(self.noise_std, self.shares) if self.noise_std > 0 else 0.0
+        return spacing if largest < 2**30 * spacing else None
 
     def split_passes(self, rank: int, size: int) -> None:
         """From now on, compute only this rank's part of what is summed, for every record of the batch."""
@@ -239,7 +248,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     def _sum(self, batch: Batch, people: People | None, public: Bases, directions: Directions) -> Any:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
         for chunk, own in self.chunks.people(batch, people):
-            least = self.chunks.least if own is None and not self.forward.recordwise else 0
+            least = 0 if self.forward.recordwise else self.chunks.fewest(own)
             directions.expect(self.draws(max(count(chunk[1]), least)) if own is None else [])
             for clean in self.forward.clean(*chunk, self.backward_to, own, least=least):
                 if self.precise or clean.records > SUMMED_TOGETHER:
@@ -281,6 +290,11 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         return list(flat.split_with_sizes(self.part_sizes))
 
 
+def noised(total: Tensor, noise: Tensor, noise_std: float, shares: int = 1) -> Tensor:
+    """The line where noise is added, in place: to a float64 sum, or to one of several shares of it. Then it is rounded."""
+    return on_grid(total.add_(noise, alpha=noise_std / math.sqrt(shares)), noise_std, shares)
+
+
 def on_grid(values: Tensor, noise_std: float, shares: int = 1) -> Tensor:
     """Round in place to a public grid, 2^-10 of the noise: the low bits of a float64 sum would tell what was summed (section 9).
 
@@ -288,9 +302,13 @@ def on_grid(values: Tensor, noise_std: float, shares: int = 1) -> Tensor:
     """
     if noise_std == 0:
         return values
-    coarser = ((shares - 1).bit_length() + 1) // 2
-    spacing = 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS + coarser)
+    spacing = grid_spacing(noise_std, shares)
     return values.div_(spacing).round_().mul_(spacing)
+
+
+def grid_spacing(noise_std: float, shares: int = 1) -> float:
+    coarser = ((shares - 1).bit_length() + 1) // 2
+    return 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS + coarser)
 
 
 def weighted(factors: Tensor, z: Tensor) -> Tensor:

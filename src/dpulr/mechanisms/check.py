@@ -21,9 +21,10 @@ from dpulr.mechanisms.base import Batch, FittedMechanism, Mechanism, on_grid
 from dpulr.model.batches import copied, join, rows, synthetic
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
-from dpulr.model.row_independence import other_weights
+from dpulr.model.people import People
+from dpulr.model.trials import other_weights
 from dpulr.plan import Plan
-from dpulr.randomness import Directions
+from dpulr.randomness import Directions, public_seed
 
 _SEED = 20_240_303  # public: only synthetic records depend on it
 _OTHERS = (22, 0)  # sizes of batches that a record joins; 22 and 23 are unlikely to be the length of any other axis
@@ -61,7 +62,7 @@ def check_mechanism(fitted: FittedMechanism[Any], forward: Forward, plan: Plan) 
             reason = _unlike_noise(fitted, std)
             for scale in _WEIGHTS:
                 with other_weights(forward.parameters(), keep=scale):
-                    reason = reason or _beyond_bound(fitted, forward, public, bound)
+                    reason = reason or _beyond_bound(fitted, forward, public, bound, plan.per_person)
             return reason
         except Exception as problem:
             return f"a step on synthetic records raises {type(problem).__name__}: {problem}"
@@ -91,34 +92,42 @@ def _unlike_noise(fitted: FittedMechanism[Any], std: float) -> str | None:
     return "its privatise does not add noise of standard deviation noise_std to every number"
 
 
-def _beyond_bound(fitted: FittedMechanism[Any], forward: Forward, public: Any, bound: float) -> str | None:
+def _beyond_bound(fitted: FittedMechanism[Any], forward: Forward, public: Any, bound: float, most: int) -> str | None:
+    """`most`: the most records of a person, where people are protected. The one who joins has so many."""
     example = rows(forward.probe, 0, 1)
     generator = torch.Generator().manual_seed(_SEED)
     for size in _OTHERS:
         others = synthetic(example, size, generator, forward.device)
-        before, random = _total(fitted, forward, others, size, public)
+        owners = list(range(size))
+        before, random = _total(fitted, forward, others, owners, public, most)
         if before.shape != (fitted.size,):
             return f"its sum over {size} records has shape {tuple(before.shape)}, not ({fitted.size},)"
         for name, record in _odd_records(example, generator, forward.device):
             for place in {0, size}:
-                batch = join([rows(others, 0, place), record, rows(others, place, size)])
-                moved = float(torch.linalg.vector_norm(_total(fitted, forward, batch, size + 1, public)[0] - before))
+                batch = join([rows(others, 0, place), *[record] * most, rows(others, place, size)])
+                joined = [*owners[:place], *[size] * most, *owners[place:]]
+                moved = float(torch.linalg.vector_norm(_total(fitted, forward, batch, joined, public, most)[0] - before))
                 if name == _RAISES and random:
                     continue  # the others are run anew, and draw anew
                 if not moved <= _MARGIN * bound:
-                    return (
-                        f"one synthetic record ({name}) beside {size} others moves the sum by {moved:.4g}, but its release allows "
-                        f"{bound:.4g}"
-                    )
+                    one = "one synthetic record" if most == 1 else f"a person with {most} synthetic records"
+                    return f"{one} ({name}) beside {size} others moves the sum by {moved:.4g}, but its release allows {bound:.4g}"
     return None
 
 
-def _total(fitted: FittedMechanism[Any], forward: Forward, batch: Batch, records: int, public: Any) -> tuple[Tensor, bool]:
+def _total(
+    fitted: FittedMechanism[Any], forward: Forward, batch: Batch, owners: list[int], public: Any, most: int
+) -> tuple[Tensor, bool]:
     """The sum over a batch in which every record draws the same numbers, and whether the model draws any."""
-    torch.manual_seed(_SEED)
-    directions = _EqualDirections(max(records, 1), forward.device, forward.dtype)
-    with EqualRows(max(records, 1), public=True) as equal:
-        total: Tensor = fitted.sum_of_bounded_signals(copied(batch), public, directions)
+    public_seed(_SEED)
+    records, people = max(len(owners), 1), max(len(set(owners)), 1)
+    directions = _EqualDirections((records, people), forward.device, forward.dtype)
+    with EqualRows(records, public=True) as equal:
+        if most == 1:
+            total: Tensor = fitted.sum_of_bounded_signals(copied(batch), public, directions)
+        else:
+            theirs = People.of(np.array(owners, dtype=np.int64), most, forward.device)
+            total = fitted.sum_over_people(copied(batch), theirs, public, directions)
     return total.double().flatten() if total.dim() != 1 else total.double(), equal.calls > 0
 
 
@@ -149,17 +158,17 @@ def _unknown(leaf: Any) -> Any:
 
 
 class _EqualDirections(Directions):
-    """Secret directions, but the same ones for every record: the axis of their number is known by its length."""
+    """Secret directions, but the same ones for every record, or person: the axis of their number is known by its length."""
 
-    def __init__(self, records: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(np.random.default_rng(_SEED), device, dtype)
-        self._records, self._calls = records, 0
+        self._lengths, self._calls = lengths, 0
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Nothing is drawn ahead."""
 
     def normal(self, *shape: int) -> Tensor:
-        axis = shape.index(self._records) if self._records in shape else None
+        axis = next((shape.index(length) for length in self._lengths if length in shape), None)
         one = tuple(1 if a == axis else length for a, length in enumerate(shape))
         self._calls += 1
         drawn = np.random.default_rng(self._calls).standard_normal(one, dtype=np.float32)

@@ -10,13 +10,11 @@ from dpulr.errors import InvalidArgument
 from dpulr.model.batches import count, rows
 from dpulr.model.forward import Forward
 from dpulr.model.people import People
+from dpulr.model.rescue import FEWEST_ROWS
 from dpulr.model.sites import Site
 
 _FAST = 64 * 2**20
 """Repeats are taken together while their replays need less than this: larger tensors leave the cache, which costs more."""
-
-FEWEST_ROWS = 8
-"""Passes of fewer records are filled up: torch has other kernels for one, two and three rows, which round differently."""
 
 
 class Chunks:
@@ -37,8 +35,7 @@ class Chunks:
                 f"{fixed + self._record_bytes}."
             )
         self.room = max(2 * _FAST, 4 * self._record_bytes) if memory_limit is None else memory_limit - fixed
-
-        self.least = min(FEWEST_ROWS, self._size)
+        self.least, self._least_people = min(FEWEST_ROWS, self._size), min(FEWEST_ROWS, (self._size + 1) // 2)
 
     @property
     def _size(self) -> int:
@@ -63,10 +60,14 @@ class Chunks:
     def people(self, batch: tuple[Any, Any], people: People | None) -> Iterator[tuple[tuple[Any, Any], People | None]]:
         """The same with whole people, where there are some."""
         if people is not None:
-            yield from people.parts(batch, max(1, self.room // self._record_bytes))
+            yield from people.parts(batch, self._size - self._least_people + 1)  # there is room to fill up
             return
         for part in self.records(batch):
             yield part, None
+
+    def fewest(self, people: People | None) -> int:
+        """A clean pass of fewer records, or people, is filled up."""
+        return self.least if people is None else self._least_people
 
     def replays(self, bytes_per_record: int, records: int) -> int:
         """How many replays that take so much fit into one pass: below the memory limit, and small enough to stay in the cache."""

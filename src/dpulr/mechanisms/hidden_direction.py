@@ -171,6 +171,10 @@ class HiddenDirection(Mechanism):
     def fit(self, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> FittedHiddenDirection:
         return FittedHiddenDirection(self, forward, plan, memory_limit=memory_limit, seed=seed)
 
+    @property
+    def has_exact_part(self) -> bool:
+        return self.exact != "none"
+
     @classmethod
     def worst_case(cls) -> WorstCase:
         """The crafted canary needs no public subspace."""
@@ -193,6 +197,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
         self._finite_gains_suffice = all(self.sites[i].rule.finite_gain_suffices for i in self.hidden)
         self._own_repeats, self._owns_exact = [settings.count] * len(self.layout.hidden_groups), True
+        self._known_passes: dict[int, list[tuple[list[int], list[int]]]] = {}
         self._own_votes = torch.ones(votes, device=self.device, dtype=torch.float64)
         self._bounds = self._site_bounds()
         self._overlaps = self._site_overlaps()
@@ -228,6 +233,7 @@ class FittedHiddenDirection(SitewiseMechanism):
             )
         self._own_repeats = [sum(i % size == rank for i in range(g * repeats, (g + 1) * repeats)) for g in range(groups)]
         self._owns_exact = dealt % size == rank
+        self._known_passes.clear()
         voters = [g * repeats % size for g in range(groups)] + [dealt % size]  # of a record, one rank votes about each scale
         self._own_votes = torch.tensor(voters[: self._votes], device=self.device).eq(rank).double()
 
@@ -271,6 +277,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         gains, groups = self._gains(calls, clean.people), self.layout.hidden_groups
         reach = None if self.scales is None else reaches(self.sites, groups, gains)
         factors = (self._bounds / (gains if reach is None else joint_gains(self.sites, groups, reach))).nan_to_num_(0, 0, 0)
+        if clean.absent:
+            factors[:, clean.absent] = 0  # else a row that holds no record would get its person's bit
         scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
         estimates = self.estimates(clean, public, directions, reach, below)
@@ -321,13 +329,18 @@ class FittedHiddenDirection(SitewiseMechanism):
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
 
-    def _passes(self, records: int) -> Iterator[tuple[list[int], list[int]]]:
+    def _passes(self, records: int) -> list[tuple[list[int], list[int]]]:
         """Hidden groups of this rank that share their passes, as many as there is room for, and how many repeats each pass has.
 
         Each set of groups has a program of its own: the number of records is rounded up, so that batches of about a size share it.
         """
         coarse = 2 ** max(0, records.bit_length() - 3)
         records = -(-records // coarse) * coarse
+        if records not in self._known_passes:
+            self._known_passes[records] = list(self._make_passes(records))
+        return self._known_passes[records]
+
+    def _make_passes(self, records: int) -> Iterator[tuple[list[int], list[int]]]:
         for repeats in sorted(set(self._own_repeats) - {0}):
             left = [g for g, own in enumerate(self._own_repeats) if own == repeats]
             while left:

@@ -33,7 +33,7 @@ from dpulr.model.moved_weights import BLOCK, Direction, Moved, put_back_later
 from dpulr.model.people import People
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
-from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
+from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource, public_seed
 
 Seeds = list[int]
 _WITH_MARGIN = 1 - 1e-3
@@ -200,7 +200,12 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
     def losses(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:
         """One loss per record with weights moved so far; NaN for a record whose pass raises."""
         return self.forward.loss_of_each(
-            partial(self._pass, direction, length), inputs, targets, alone=self.alone, alive=lambda: self.forward.check_alive([])
+            partial(self._pass, direction, length),
+            inputs,
+            targets,
+            alone=self.alone,
+            alive=lambda: self.forward.check_alive([]),
+            least=self.chunks.least,
         )
 
     def _pass(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:
@@ -232,7 +237,7 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
         found = []
         with torch.inference_mode(), self.forward.checked_mode(), torch.random.fork_rng():
             for self._in_place in (False, True):
-                torch.manual_seed(0)
+                public_seed(0)
                 found.append(self._pass(self.direction(1), _TRIED, *self.forward.probe))
         return torch.allclose(found[0], found[1], **_AGREE)
 
@@ -257,6 +262,9 @@ class FittedWithLaplace(FittedZerothOrder):
 
     def noise(self, source: RandomSource) -> GaussianNoise | LaplaceNoise:
         return source.laplace_noise(self.size, self.scale)
+
+    def spacing(self, largest: float) -> float | None:
+        return None
 
     def privatise(self, total: Any, noise: Tensor) -> Tensor:
         """Here noise is added: whole numbers of cells, to a whole number of cells."""

@@ -17,7 +17,7 @@ from dpulr.model.batches import count, row
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Move
-from dpulr.model.row_independence import other_weights
+from dpulr.model.trials import other_weights
 
 _SEED = 20_240_304  # public: only synthetic directions depend on it
 _LINES, _POINTS, _REACH = 4, 16, 0.3
@@ -51,12 +51,6 @@ def judge(forward: Forward, uses: Sequence[int]) -> Judgement:
 def exact_layers(forward: Forward) -> dict[str, Judgement]:
     """Each layer, by its name, judged alone."""
     return {site.name: judge(forward, uses) for site, uses in zip(forward.sites, forward.uses, strict=True)}
-
-
-def is_differentiable(forward: Forward) -> bool:
-    """Whether exact gradients reach all layers. The first one that they do not reach ends the search."""
-    everywhere = range(len(forward.passes.layers))
-    return backward_refusal(forward, everywhere) is None and not any(_disagreement(forward, i) for i in everywhere)
 
 
 def backward_refusal(forward: Forward, indices: Sequence[int]) -> str | None:

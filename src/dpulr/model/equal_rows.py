@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpulr.errors import ModelRefused
+from dpulr.randomness import public_seed
 
 _OF_TORCH = frozenset(
     {"aten", "prim", "prims", "rngprims", "inductor", "inductor_prims", "debugprims", "profiler", "_native", "sparse"}
@@ -134,7 +135,7 @@ class EqualRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next(iter([*equal, *multiple]), None)
 
     def _seeded(self, func: Any, values: dict[str, Any]) -> Any:
-        torch.manual_seed(self.calls if self.counted else 0)
+        public_seed(self.calls if self.counted else 0)
         return func(**values)
 
 

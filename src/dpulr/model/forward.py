@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from dpulr.model.batches import call_on_copy, copied, count, join, replaced, row, rows
+from dpulr.model.batches import call_on_copy, copied, count, row, rows
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.people import People
-from dpulr.model.rescue import each_alone, together_or_apart, without_raising
+from dpulr.model.rescue import FEWEST_ROWS, each_alone, filled, of_each, together_or_apart, without_raising
 from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Site
 from dpulr.model.weights import RecordWeights, WeightFunction
@@ -83,44 +83,41 @@ class Forward:
         pass succeeds.
 
         A model that reads values sees one record at a time anyway: what it does with one says nothing about the next.
-        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`). A pass of fewer than `least` records is filled
-        up with synthetic ones, which say nothing: for a few rows torch has other kernels, and they round differently.
+        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`). A pass of fewer than `least` records (or
+        people) is filled up with synthetic ones, which say nothing: for a few rows torch has other kernels, which round otherwise.
         """
-        records = count(targets)
-        spare = [] if self.recordwise else list(range(records, least))
-        if spare:
-            inputs, targets = join([(inputs, targets), *[row(self.probe, 0)] * len(spare)])
+        records, everybody = count(targets), (inputs, targets)
 
-        def run(batch: tuple[Any, Any], people: People | None) -> Clean:
-            if not backward_to:
-                clean = self.passes.clean(*batch)
-                clean.people = people
-                return clean
-            clean, slopes = self.differentiated(batch, backward_to)
-            clean.people = people
-            clean.slopes = [
-                torch.zeros_like(clean.calls[i].output) if slope is None else slope
-                for i, slope in zip(backward_to, slopes, strict=True)
-            ]
-            return clean
+        def run(batch: tuple[Any, Any], people: People | None, raised: Sequence[int] = (), *, least: int = least) -> Clean:
+            own = count(batch[1])
+            more = 0 if self.recordwise else max(0, least - (own if people is None else people.count))
+            clean = self._clean(filled(batch, row(self.probe, 0), absent=raised, more=more), backward_to)
+            clean.people = None if people is None else people.joined_by(more)
+            return clean.leave_out([*raised, *range(own, own + more)])
 
         def apart() -> list[Clean]:
             found: list[Clean] = []
+
+            def person(own: People, start: int, stop: int) -> None:
+                part = rows(everybody, start, stop)
+                clean = together_or_apart(lambda: run(part, own), lambda: survivors(part, own), alive=lambda: None)
+                found.extend([] if clean is None else [clean])
+
             if people is None:
-                each_alone(range(records), lambda i: found.append(run(row((inputs, targets), i), None)))
-                return found
-            own = (people.part(i, i + 1) for i in range(people.count))
-            each_alone(own, lambda part: found.append(run(rows((inputs, targets), *part[1:]), part[0])))
+                each_alone(range(records), lambda i: found.append(run(row(everybody, i), None)))
+            else:
+                each_alone(range(people.count), lambda i: person(*people.part(i, i + 1)))
             return found
 
-        def others() -> list[Clean]:
-            if people is not None:
-                return apart()
-            clean = without_raising(
-                range(records),
-                lambda i: run(row((inputs, targets), i), None),
-                lambda raised: run(self.filled(inputs, targets, raised), None).leave_out([*raised, *spare]),
+        def survivors(batch: tuple[Any, Any], people: People | None) -> Clean | None:
+            return without_raising(
+                range(count(batch[1])),
+                lambda i: run(row(batch, i), None, least=0),
+                lambda raised: run(batch, people, raised),
             )
+
+        def others() -> list[Clean]:
+            clean = survivors(everybody, people)
             return apart() if clean is None else [clean]
 
         if self.recordwise:
@@ -128,12 +125,17 @@ class Forward:
             if not alone and records:
                 self.check_alive([0])
             return alone
-        return together_or_apart(lambda: [run((inputs, targets), people).leave_out(spare)], others, lambda: self.check_alive([0]))
+        return together_or_apart(lambda: [run(everybody, people)], others, lambda: self.check_alive([0]))
 
-    def filled(self, inputs: Any, targets: Any, absent: Sequence[int]) -> tuple[Any, Any]:
-        """The batch with a synthetic record in these places."""
-        filled: tuple[Any, Any] = replaced((inputs, targets), absent, row(self.probe, 0))
-        return filled
+    def _clean(self, batch: tuple[Any, Any], backward_to: Sequence[int]) -> Clean:
+        if not backward_to:
+            return self.passes.clean(*batch)
+        clean, slopes = self.differentiated(batch, backward_to)
+        clean.slopes = [
+            torch.zeros_like(clean.calls[i].output) if slope is None else slope
+            for i, slope in zip(backward_to, slopes, strict=True)
+        ]
+        return clean
 
     def differentiated(self, batch: tuple[Any, Any], indices: Sequence[int]) -> tuple[Clean, list[Tensor | None]]:
         """A clean pass, and by one backward pass the gradients at the outputs of these layers; None where none arrives."""
@@ -173,9 +175,10 @@ class Forward:
             losses = clean.losses.new_full((len(moves), repeats, clean.records), math.nan)
             alone = self._clean_alone(clean)
 
-            def one(place: tuple[int, int, int]) -> None:
+            def one(place: tuple[int, int, int], least: int = 1) -> None:
                 i, m, r = place
-                losses[m, r, i] = self.passes.losses(alone(i), [moves[m].one(r, i)]).squeeze()
+                own = alone(i, least)
+                losses[m, r, i] = self.passes.losses(own, [moves[m].one(r, i).among(own)])[0, 0, 0]
 
             def others(raised: list[tuple[int, int, int]]) -> Tensor:
                 own = [self._unmoved(move, clean, [(r, i) for i, n, r in raised if n == m]) for m, move in enumerate(moves)]
@@ -184,8 +187,11 @@ class Forward:
                     found[m, r, i] = math.nan
                 return found
 
-            places = product(range(clean.records), range(len(moves)), range(repeats))
+            places = list(product(range(clean.records), range(len(moves)), range(repeats)))
             joint = without_raising(places, one, others)
+            if joint is None and not self.recordwise:
+                losses.fill_(math.nan)
+                each_alone(places, partial(one, least=FEWEST_ROWS))
             return losses if joint is None else joint
 
         alive = [move.site_index for move in moves]
@@ -218,27 +224,19 @@ class Forward:
         return self.loss_of_each(run, inputs, targets, alone=self.recordwise, alive=lambda: self.check_alive([0]))
 
     def loss_of_each(
-        self, run: Callable[[Any, Any], Tensor], inputs: Any, targets: Any, *, alone: bool, alive: Callable[[], None]
+        self,
+        run: Callable[[Any, Any], Tensor],
+        inputs: Any,
+        targets: Any,
+        *,
+        alone: bool,
+        alive: Callable[[], None],
+        least: int = FEWEST_ROWS,
     ) -> Tensor:
         """`run(inputs, targets)`, one loss per record; NaN for a record for which it raises. `alone`: one record at a time."""
-        losses = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
-
-        def one(i: int) -> None:
-            losses[i] = run(*row((inputs, targets), i))[0]
-
-        def others(raised: list[int]) -> Tensor:
-            found = run(*self.filled(inputs, targets, raised))
-            found[raised] = math.nan
-            return found
-
-        def apart() -> Tensor:
-            joint = without_raising(range(len(losses)), one, others)
-            return losses if joint is None else joint
-
-        if alone:
-            each_alone(range(len(losses)), one)
-            return losses
-        return together_or_apart(lambda: run(inputs, targets), apart, alive)
+        nan = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
+        batch, nobody = (inputs, targets), row(self.probe, 0)
+        return of_each(lambda part: run(*part), batch, nobody, nan, alone=alone, alive=alive, least=least)
 
     def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(repeats, records) losses with every site shifted in one pass, and the inputs that the sites saw (0 where it raised)."""
@@ -271,8 +269,8 @@ class Forward:
 
     def _clean_alone(self, clean: Clean) -> Any:
         @cache
-        def alone(i: int) -> Clean:
-            return self.passes.clean(*row((clean.inputs, clean.targets), i))
+        def alone(i: int, least: int = 1) -> Clean:
+            return self.passes.clean(*filled(row((clean.inputs, clean.targets), i), row(self.probe, 0), more=least - 1))
 
         return alone
 
@@ -289,18 +287,9 @@ class Forward:
 
 def sum_of_vectors(forward: Forward, vectors: Callable[[Any], Tensor], batch: tuple[Any, Any], longest: float, size: int) -> Tensor:
     """The sum over records of vectors (records, size), each shortened to `longest`; 0 where that raises, or gives no number."""
-
-    def apart() -> Tensor:
-        found = torch.zeros(count(batch[1]), size, dtype=torch.float64, device=forward.device)
-
-        def one(i: int) -> None:
-            found[i] = vectors(row(batch, i))[0]
-
-        each_alone(range(len(found)), one)
-        return found
-
-    together = apart if forward.recordwise else lambda: vectors(batch)
-    found = together_or_apart(together, apart, lambda: forward.check_alive([0])).double()
+    zeros = torch.zeros(count(batch[1]), size, dtype=torch.float64, device=forward.device)
+    alone, alive = forward.recordwise, partial(forward.check_alive, [0])
+    found = of_each(vectors, batch, row(forward.probe, 0), zeros, alone=alone, alive=alive).double()
     found = torch.where(torch.isfinite(found).all(1, keepdim=True), found, 0)
     lengths = torch.linalg.vector_norm(found, dim=1, keepdim=True)
     total: Tensor = (found * (longest / lengths.clamp_min(longest))).sum(0)

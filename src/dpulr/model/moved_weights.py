@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCK = 2**20
 """Directions are made again in blocks of so many numbers."""
-_IN_MEMORY = 32 * 2**20
+_IN_MEMORY = 2**22
 
 
 class Direction:
@@ -89,7 +89,7 @@ def put_back_later(parameters: Iterable[Tensor]) -> Iterator[None]:
     tensors = list(parameters)
     with SpooledTemporaryFile(max_size=_IN_MEMORY) as file:
         for tensor in tensors:
-            for block in _blocks(tensor):
+            for block in blocks_of(tensor):
                 file.write(block.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         try:
             yield
@@ -97,12 +97,12 @@ def put_back_later(parameters: Iterable[Tensor]) -> Iterator[None]:
             file.seek(0)
             with torch.no_grad():
                 for tensor in tensors:
-                    for block in _blocks(tensor):
+                    for block in blocks_of(tensor):
                         read = bytearray(file.read(block.numel() * block.element_size()))
                         block.copy_(torch.frombuffer(read, dtype=block.dtype).view(block.shape))
 
 
-def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+def blocks_of(tensor: Tensor) -> Iterator[Tensor]:
     """Parts that cover the tensor, each a view of it."""
     if tensor.numel() == 0:
         return

@@ -34,7 +34,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 def without_compiling(model: nn.Module) -> AbstractContextManager[None]:
     """While it lasts, compiled parts of the model run as they were written."""
-    compiled = any(hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) for module in model.modules())
+    compiled = any("_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") for module in model.modules())
     if not compiled or not hasattr(torch.compiler, "set_stance"):  # before torch 2.6: compiled they stay
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")

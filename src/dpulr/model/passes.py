@@ -51,6 +51,17 @@ class Move(NamedTuple):
         row = slice(repeat, repeat + 1), slice(record, record + 1)
         return Move(self.site_index, self.moved[row], [Shift(index, site, delta[row]) for index, site, delta in self.also])
 
+    def among(self, clean: Clean) -> Move:
+        """The move of one row, as that of the first of these records: the others are not moved."""
+        if clean.records == 1:
+            return self
+        others = clean.calls[self.site_index].output[1:].unsqueeze(0)
+        also = []
+        for shift in self.also:
+            zeros = shift.delta.new_zeros(1, clean.records - 1, shift.delta.shape[2])
+            also.append(shift._replace(delta=torch.cat([shift.delta, zeros], dim=1)))
+        return Move(self.site_index, torch.cat([self.moved, others], dim=1), also)
+
 
 @dataclass
 class Clean:

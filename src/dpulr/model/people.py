@@ -65,12 +65,22 @@ class People:
         return z.view(*z.shape[:2], self.most, -1)[:, self.owners, self.slots]
 
     def by_slot(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each slot: a row of each person, and whether it is the person's row of that slot (else it is his or her first)."""
-        for slot in range(int(self.sizes.max()) if self.count else 0):
+        """For each slot: a row of each person, and whether it is the person's row of that slot (else it is his or her first).
+
+        As many as anybody may have, whoever is in the batch: how many there are could decide how the others' numbers are rounded.
+        """
+        for slot in range(self.most if self.count else 0):
             held = slot < self.sizes
             yield self.starts + slot * held, held
 
     # --- parts -----------------------------------------------------------------------------------------------------------
+    def joined_by(self, more: int) -> People:
+        """With so many people more behind them, who have a row each."""
+        if not more:
+            return self
+        others = torch.arange(self.count, self.count + more, device=self.owners.device)
+        return People(torch.cat([self.owners, others]), self.count + more, self.most)
+
     def part(self, first: int, last: int) -> tuple[People, int, int]:
         """Some of the people, and from where to where their rows lie."""
         bounds = [*self.starts.tolist(), len(self.owners)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,24 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpulr import validate
 from dpulr.errors import InvalidArgument, ModelRefused
-from dpulr.model.batches import call_on_copy, count, row, synthetic
 from dpulr.model.black_box import stand_ins
-from dpulr.model.equal_rows import EqualRows
-from dpulr.model.exported import export, is_worth_it
+from dpulr.model.fastest_way import exported_if_better, traced_if_possible
 from dpulr.model.forward import Forward
-from dpulr.model.graph import Untraceable, trace
-from dpulr.model.layers import Call, is_foreign, rule_for
+from dpulr.model.layer_checks import carries_records, check_alignment, check_weights, refuse_half, refuse_use_elsewhere
+from dpulr.model.layers import is_foreign, rule_for
 from dpulr.model.layers.affine import AffineRule
 from dpulr.model.layers.check import check_rule
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.passes import Marks, Move, Passes, hooks
 from dpulr.model.quantised import refuse_observers
-from dpulr.model.replay import TracedPasses
-from dpulr.model.row_independence import check_rows, other_weights
+from dpulr.model.row_independence import LARGEST, check_rows
 from dpulr.model.scratch import Scratch
 from dpulr.model.shared_sites import RepeatedSite, SharedSite
-from dpulr.model.sites import OutputSite, Site, Space, WeightSite, make_site
+from dpulr.model.sites import OutputSite, Space, WeightSite, make_site
 from dpulr.model.trained_layers import (
     Layer,
     by_turns,
@@ -43,15 +38,11 @@ from dpulr.model.trained_layers import (
     sharing,
     with_enclosing_module,
 )
+from dpulr.model.trials import Probe, other_weights, probes_of
 from dpulr.model.value_reads import Seen, observe
 from dpulr.model.weights import WeightFunction
 from dpulr.model.whole_passes import HookedPasses, RecordwisePasses
 
-_LOG = logging.getLogger("dpulr")
-_PROBE_SIZES = (2, 3)
-_SEED = 20_240_301  # public: only synthetic inputs depend on it
-_CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
-Probe = tuple[Any, Any]
 Whole = Callable[..., HookedPasses]
 
 
@@ -67,6 +58,7 @@ def prepare(
     again: bool = False,
     weights: WeightFunction | None = None,
     sites: bool = True,
+    rows: int = 0,
 ) -> Forward:
     """Check the model on synthetic inputs and return the fastest forward that gives its losses.
 
@@ -74,6 +66,7 @@ def prepare(
     gives each record's weight. Without `sites` no layer will be moved by itself: the model is run as a whole, and may hold its
     parameters wherever it likes.
     `shared`: parameters may be shared, by layers or by calls of one; `again`: a linear layer or convolution may be called again.
+    `rows` is how many a pass of a step may have: the model is tried with so many, if its size allows.
     """
     validate.one_of("replay", method, ("auto", "trace", "hook"))
     model = uncompiled(model)
@@ -87,10 +80,12 @@ def prepare(
             )
         seen = observe(model, loss_fn, example, device)
         if method == "auto":
-            model, loss_fn, seen = _exported_if_better(model, loss_fn, example, device, seen, sites)
+            model, loss_fn, seen = exported_if_better(model, loss_fn, example, device, seen, sites)
+        find_layers(model, shared=shared or not sites)  # what can't be trained at all is named first
+        scratch = check_rows(model, loss_fn, example, device, seen=seen, largest=max(rows, LARGEST))
         if not sites:
-            return _as_a_whole(model, loss_fn, example, device, seen, weights)
-        return _prepare(model, loss_fn, example, device, seen, space, method, shared, again, weights)
+            return _as_a_whole(model, loss_fn, example, device, seen, scratch, weights)
+        return _prepare(model, loss_fn, example, device, seen, scratch, space, method, shared, again, weights)
 
 
 def _prepare(
@@ -99,6 +94,7 @@ def _prepare(
     example: tuple[Any, Any],
     device: torch.device,
     seen: Seen,
+    scratch: Scratch,
     space: Space,
     method: str,
     shared: bool,
@@ -106,10 +102,8 @@ def _prepare(
     weights: WeightFunction | None,
 ) -> Forward:
     layers = find_layers(model, shared=shared)
-    scratch = check_rows(model, loss_fn, example, device, seen=seen)
     recordwise = seen.reads is not None
-    generator = torch.Generator().manual_seed(_SEED)
-    probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
+    probes = probes_of(example, device)
     kind: Whole = partial(RecordwisePasses if recordwise else HookedPasses, scratch=scratch)
     if recordwise and (len(sharing(layers)) < len(layers) or _skips_layers(kind(model, loss_fn, layers), probes)):
         layers = model_as_one_layer(model)
@@ -117,71 +111,18 @@ def _prepare(
     layers, marks = _with_plain_outputs(kind, model, loss_fn, layers, probes, turns)
     whole = kind(model, loss_fn, layers, marks)
     with other_weights(model.parameters(), keep=1.0):
-        _refuse_use_elsewhere(whole, probes[1])
+        refuse_use_elsewhere(whole, probes[1])
     moved_again = not shared and any(layer.turn > 0 for layer in layers)  # not all calls lie downstream of the first
     if moved_again and method == "trace":
         raise InvalidArgument("a layer is called several times, so that only whole passes move all of its calls: leave replay out.")
-    passes = whole if recordwise or moved_again else _traced_if_possible(whole, probes, method, draws=seen.draws)
+    passes = whole if recordwise or moved_again else traced_if_possible(whole, probes, method, draws=seen.draws)
     if recordwise:
         if method == "trace":
             raise InvalidArgument(f"the model can't be traced: {seen.reads}.")
         warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
     with other_weights(model.parameters(), keep=1.0):
-        _check_alignment(passes, probes[1])
+        check_alignment(passes, probes[1])
     return _finished(passes, probes, space, weights, SharedSite if shared else RepeatedSite)
-
-
-def _exported_if_better(
-    model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], device: torch.device, seen: Seen, sites: bool
-) -> tuple[nn.Module, LossFunction, Seen]:
-    """The model as a program, where it reads values, or where torch.fx would run all of it again for each layer; else as it is."""
-    generator = torch.Generator().manual_seed(_SEED)
-    probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
-    why = seen.reads if seen.reads is not None or not sites else _not_by_fx(model, probes[0][0])
-    if why is None:
-        return model, loss_fn, seen
-    find_layers(model, shared=True)  # what can't be trained at all is named first
-    try:
-        program, of_output = export(model, loss_fn, probes)
-        _verify_export((model, loss_fn), (program, of_output), probes[1], draws=seen.draws)
-        found = observe(program, of_output, example, device)
-        if found.reads is not None:
-            raise Untraceable(found.reads)
-    except Exception as problem:  # whatever it is: the model itself is checked next, and what is wrong with it is said then
-        _LOG.info("The model is run as it is: %s", problem)
-        return model, loss_fn, seen
-    _LOG.info("The model is run as a program of torch.export, because %s", why)
-    return program, of_output, found
-
-
-def _not_by_fx(model: nn.Module, inputs: Any) -> str | None:
-    """Why torch.fx is not enough, in words."""
-    if is_worth_it(model):
-        return "it has parameters beside its layers, or layers that return several tensors"
-    try:
-        with Scratch.of(model).fresh():
-            trace(model, inputs, [layer.module for layer in find_layers(model, shared=True)])
-    except Untraceable as problem:
-        return f"torch.fx can't trace it: {problem}"
-    return None
-
-
-def _verify_export(model: Any, program: Any, probe: Probe, *, draws: bool) -> None:
-    """Program and model must agree on a batch, and on a record alone; with dropout, under equal masks."""
-
-    def losses(parts: Any, batch: Probe) -> Tensor:
-        torch.manual_seed(_SEED)
-        with EqualRows(1, counted=False) if draws else nullcontext():
-            found: Tensor = parts[1](call_on_copy(parts[0], batch[0]), batch[1])
-        return found
-
-    rows = [row(probe, i) for i in range(count(probe[1]))]
-    for keep in (1.0, 0.0):
-        with other_weights(model[0].parameters(), keep=keep), torch.inference_mode(), torch.random.fork_rng():
-            alone = [losses(model, one) for one in rows]
-            same = torch.allclose(torch.cat(alone), losses(program, probe), **_CLOSE)
-            if not same or not torch.allclose(alone[0], losses(program, rows[0]), **_CLOSE):
-                raise Untraceable("its export does not give the model's losses")
 
 
 def _as_a_whole(
@@ -190,16 +131,15 @@ def _as_a_whole(
     example: tuple[Any, Any],
     device: torch.device,
     seen: Seen,
+    scratch: Scratch,
     weights: WeightFunction | None,
 ) -> Forward:
     """The model without a look at its layers. A parameter that several of them use is listed once."""
-    scratch = check_rows(model, loss_fn, example, device, seen=seen)
     if seen.reads is not None:
         warnings.warn(f"running records one by one, which is slow, because {seen.reads}", stacklevel=4)
     kind = HookedPasses if seen.reads is None else RecordwisePasses
     passes = kind(model, loss_fn, [], scratch=scratch)
-    generator = torch.Generator().manual_seed(_SEED)
-    probes = [synthetic(example, size, generator, device) for size in _PROBE_SIZES]
+    probes = probes_of(example, device)
     with torch.inference_mode():
         first, second = [_allocated(partial(passes.clean, *probe))[1] for probe in probes]
     known: set[nn.Parameter] = set()
@@ -241,7 +181,7 @@ def _with_plain_outputs(
         marks = []
         for layer, a, b in zip(layers, small, large, strict=True):
             try:
-                marks.append(_carries_records(layer, a, b))
+                marks.append(carries_records(layer, a, b))
             except ModelRefused:
                 if layer.module is model:
                     raise
@@ -276,23 +216,6 @@ def _warn_of_one_layer(layer: Layer) -> None:
     )
 
 
-def _traced_if_possible(whole: HookedPasses, probes: list[Probe], method: str, *, draws: bool) -> Passes:
-    if method == "hook":
-        return whole
-    try:
-        traced = TracedPasses(whole.model, whole.loss_fn, whole.layers, whole.marks, probes, scratch=whole.scratch)
-        with other_weights(whole.model.parameters(), keep=1.0):
-            _verify(traced, whole, probes[1], draws=draws)
-            if whole.scratch.places:
-                _verify_from_other_state(traced, whole, probes[1], draws=draws)
-    except Untraceable as problem:
-        if method == "trace":
-            raise InvalidArgument(f"the model can't be traced: {problem}") from problem
-        warnings.warn(f"running whole forward passes, which is slower, because {problem}", stacklevel=5)
-        return whole
-    return traced
-
-
 def _finished(
     passes: Passes, probes: list[Probe], space: Space, weights: WeightFunction | None, joint_site: type[SharedSite]
 ) -> Forward:
@@ -302,12 +225,12 @@ def _finished(
         per_record = max(second - first, 1)
         sites, replay_bytes = [], []
         for i, (layer, call) in enumerate(zip(passes.layers, small.calls, strict=True)):
-            _refuse_half(layer, call)
+            refuse_half(layer, call)
             again = passes.turns[layer.module] > 1 and joint_site is RepeatedSite
             site = make_site(layer, call.output.shape[1:], "output" if again else space, call)
             site.rule.scratch = passes.scratch
             if isinstance(site, WeightSite):
-                _check_weights(site, call)
+                check_weights(site, call)
             if is_foreign(site.rule):
                 check_rule(site.rule, call, site.label, output_space=isinstance(site, OutputSite))
             first, second = [
@@ -327,118 +250,6 @@ def _allocated(run: Callable[[], Any]) -> tuple[Any, int]:
     with _Allocations() as allocations:
         result = run()
     return result, allocations.bytes
-
-
-# --- refusals -----------------------------------------------------------------------------------------------------------
-def _check_weights(site: Site, call: Call) -> None:
-    """The layer must run with weights of each record's own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.func on what it batches slowly
-        out = site.moved(call, torch.zeros(1, call.records, site.full_dim, dtype=call.output.dtype, device=call.output.device))
-    if not bool(torch.isfinite(out).all()) and bool(torch.isfinite(call.output).all()):
-        raise ModelRefused(f"{site.label} does not run with weights of a record's own (torch.func.functional_call).")
-
-
-def _refuse_half(layer: Layer, call: Call) -> None:
-    for leaf in pytree.tree_leaves((call.args, call.kwargs, call.output)):
-        if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
-            raise ModelRefused(
-                f"{layer.label} sees or returns values of type {leaf.dtype}: their rounding is coarser than the bound on a record. "
-                "Run its forward pass in float32, without autocast."
-            )
-
-
-def _carries_records(layer: Layer, small: Call, large: Call) -> tuple[bool, ...]:
-    """For each argument of the call: does its first axis count the records? Any other growth with the batch is refused."""
-    marks = []
-    leaves = zip(
-        [*pytree.tree_leaves((small.args, small.kwargs)), small.output],
-        [*pytree.tree_leaves((large.args, large.kwargs)), large.output],
-        strict=True,
-    )
-    for a, b in leaves:
-        if not isinstance(a, Tensor) or a.shape == b.shape:
-            marks.append(False)
-            continue
-        if a.shape[1:] != b.shape[1:] or (a.shape[0], b.shape[0]) != _PROBE_SIZES:
-            raise ModelRefused(
-                f"{layer.label} sees tensors of shape {tuple(a.shape)} for {_PROBE_SIZES[0]} records. The first axis must "
-                "count the records, one row each (batch_first=True; flatten positions into later axes, not into the first)."
-            )
-        marks.append(True)
-    if not isinstance(small.output, Tensor) or not marks.pop():
-        raise ModelRefused(f"{layer.label} must return one tensor whose first axis counts the records.")
-    return tuple(marks)
-
-
-def _refuse_use_elsewhere(passes: Passes, probe: Probe) -> None:
-    """With a layer's output held fixed, its weights must not matter: what they do elsewhere would never be trained."""
-    alone = [members[0] for members in sharing(passes.layers) if len(members) == 1]
-    with torch.inference_mode(), torch.random.fork_rng():
-        clean = passes.clean(*probe)
-        for i, layer in enumerate(passes.layers):
-            if i not in alone:  # what it shares is used elsewhere on purpose
-                continue
-            fixed = clean.calls[i].output.unsqueeze(0)
-            torch.manual_seed(_SEED)
-            base = passes.losses(clean, [Move(i, fixed.clone())])  # the model may overwrite it
-            with other_weights(layer.parameters.values(), keep=1.0):
-                torch.manual_seed(_SEED)
-                moved = passes.losses(clean, [Move(i, fixed.clone())])
-            if not torch.allclose(base, moved, **_CLOSE):
-                raise ModelRefused(
-                    f"weights of {layer.label} are used outside of it, too (tied by hand, or a penalty in the loss). That use "
-                    "would not be trained. Untie them, give penalties to the optimizer (weight_decay), or freeze them "
-                    "(requires_grad_(False))."
-                )
-
-
-def _verify(traced: TracedPasses, whole: HookedPasses, probe: Probe, *, draws: bool) -> None:
-    """Replay and whole passes must agree at every layer; with dropout, under equal masks."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(torch.random.fork_rng())
-        torch.manual_seed(_SEED)
-        if draws:
-            stack.enter_context(EqualRows(1, counted=False))
-        clean, hooked = traced.clean(*probe), whole.clean(*probe)
-        for i, call in enumerate(clean.calls):
-            moved = call.output + 0.3 * torch.randn(2, *call.output.shape, dtype=call.output.dtype, device=call.output.device)
-            pairs = [
-                (clean.losses, hooked.losses),
-                (traced.losses(clean, [Move(i, moved)]), whole.losses(hooked, [Move(i, moved)])),
-            ]
-            if not all(torch.allclose(a, b, **_CLOSE) for a, b in pairs):
-                raise Untraceable(f"replaying it from {traced.layers[i].label} does not give the losses of the whole model")
-
-
-def _verify_from_other_state(traced: TracedPasses, whole: HookedPasses, probe: Probe, *, draws: bool) -> None:
-    """A graph leaves out what a forward pass does to reset its state: it must not matter what that was."""
-    start = whole.scratch
-    with torch.inference_mode(), start.fresh():
-        call_on_copy(whole.model, probe[0])
-        traced.scratch = whole.scratch = Scratch(start.places)
-        try:
-            _verify(traced, whole, probe, draws=draws)
-        finally:
-            traced.scratch = whole.scratch = start
-
-
-def _check_alignment(passes: Passes, probe: Probe) -> None:
-    """Noise on a record must reach that record's loss only."""
-    with torch.inference_mode(), torch.random.fork_rng():
-        for i, layer in enumerate(passes.layers):
-            torch.manual_seed(_SEED)
-            clean = passes.clean(*probe)
-            output = clean.calls[i].output
-            moved = output.clone()
-            moved[0] += torch.randn_like(moved[0])
-            found = []
-            for own in (output, moved):
-                torch.manual_seed(_SEED)
-                found.append(passes.losses(clean, [Move(i, own.unsqueeze(0))])[0, 0, 1:])
-            if not torch.allclose(found[0], found[1], **_CLOSE):
-                raise ModelRefused(f"downstream of {layer.label} records are mixed: noise on record 0 reaches the loss of another.")
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,17 +2,25 @@
 
 A black box may raise anything, for one record or for all. An error must not show which record it was, and a second draw of its
 perturbation would be a choice; so each record keeps the perturbation it has. The others are then run together again, with
-something public in the place of those that raise: a pass of other shape would round differently, for all of them.
+something public in the place of those that raise: a pass of other shape would round differently, for all of them. For the same
+reason a pass of a few records is filled up with synthetic ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from dpulr.model import batches
 
 Value = TypeVar("Value")
 Row = TypeVar("Row")
+
+FEWEST_ROWS = 8
+"""Passes of fewer records are filled up: torch has other kernels for one, two and three rows, which round differently."""
 
 
 def together_or_apart(together: Callable[[], Value], apart: Callable[[], Value], alive: Callable[[], None]) -> Value:
@@ -40,3 +48,48 @@ def each_alone(rows: Iterable[Row], evaluate: Callable[[Row], object]) -> list[R
             evaluate(row)
             survived.append(row)
     return survived
+
+
+def filled(batch: Any, nobody: Any, *, absent: Sequence[int] = (), more: int = 0) -> Any:
+    """The batch with `nobody`, a synthetic record, in these places, and so many times more behind it."""
+    whole = batches.replaced(batch, absent, nobody) if absent else batch
+    return batches.join([whole, *[nobody] * more]) if more > 0 else whole
+
+
+def of_each(
+    run: Callable[[Any], Tensor],
+    batch: Any,
+    nobody: Any,
+    missing: Tensor,
+    *,
+    alone: bool,
+    alive: Callable[[], None],
+    least: int = FEWEST_ROWS,
+) -> Tensor:
+    """`run(batch)`, a row per record; for a record for which it raises the row of `missing`. `alone`: one record at a time."""
+    records, found = batches.count(batch), missing.clone()
+
+    def together(part: Any, raised: Sequence[int] = ()) -> Tensor:
+        own = batches.count(part)
+        values = run(filled(part, nobody, absent=raised, more=least - own))[:own]
+        for i in raised:
+            values[i] = missing[i]
+        return values
+
+    def one(i: int) -> None:
+        found[i] = run(batches.row(batch, i))[0]
+
+    def one_filled_up(i: int) -> None:
+        found[i] = together(batches.row(batch, i))[0]
+
+    def apart() -> Tensor:
+        others = without_raising(range(records), lambda i: run(batches.row(batch, i)), lambda raised: together(batch, raised))
+        if others is None:
+            each_alone(range(records), one_filled_up)
+        return found if others is None else others
+
+    if not alone:
+        return together_or_apart(lambda: together(batch), apart, alive)
+    if not each_alone(range(records), one) and records:
+        alive()
+    return found

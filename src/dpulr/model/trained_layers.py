@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.model.layers import has_rule
+from dpulr.model.moved_weights import blocks_of
 from dpulr.model.opaque import is_program
 
 
@@ -164,12 +165,22 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from _walk(f"{name}.{child_name}" if name else child_name, child)
 
 
+_NO_PLACE = {
+    "meta": "where parameters have no values. Give them some (model.to_empty) on another device",
+    "mps": "which has no float64, in which records are summed and noise is added. Move it to the CPU or to CUDA",
+}
+
+
 def _check_parameter(layer: Layer, name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ModelRefused(f"parameter '{name}' of {layer.label} has no shape yet. Run the model once before.")
+    if parameter.device.type in _NO_PLACE:
+        raise ModelRefused(
+            f"parameter '{name}' of {layer.label} is on the device '{parameter.device}', {_NO_PLACE[parameter.device.type]}."
+        )
     if parameter.layout != torch.strided:
         raise ModelRefused(f"parameter '{name}' of {layer.label} is sparse. Noise is dense: use a dense parameter.")
     if parameter.requires_grad and not parameter.is_floating_point():
         raise ModelRefused(f"parameter '{name}' of {layer.label} is of type {parameter.dtype}; only real numbers can be trained.")
-    if not bool(torch.isfinite(parameter.detach()).all()):
+    if not all(bool(torch.isfinite(block).all()) for block in blocks_of(parameter)):
         raise ModelRefused(f"parameter '{name}' of {layer.label} holds NaN or infinity before the first step.")

@@ -63,7 +63,12 @@ def observe(model: nn.Module, loss_fn: LossFunction, example: tuple[Any, Any], d
         except BlackBoxError:
             raise
         except Exception as problem:
-            raise ModelRefused(f"the model does not run on inputs like the data's, {described(inputs)}: {problem}") from problem
+            found = {leaf.dtype for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)}
+            other = torch.float64 in found and all(p.dtype == torch.float32 for p in model.parameters())
+            hint = " (The data is in float64, the model in float32: convert the data by .float().)" if other else ""
+            raise ModelRefused(
+                f"the model does not run on inputs like the data's, {described(inputs)}: {problem}{hint}"
+            ) from problem
         try:
             loss_fn(output, targets)
         except BlackBoxError:

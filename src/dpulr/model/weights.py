@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from dpulr.errors import InvalidArgument
-from dpulr.model.batches import count, described, row
-from dpulr.model.rescue import each_alone, together_or_apart
+from dpulr.model.batches import count, described, row, tile
+from dpulr.model.rescue import of_each
 
 WeightFunction = Callable[[Any], Any]
+_TIMES = (1, 5, 200, 4_000)
 
 
 def class_weights(weights: Sequence[float]) -> WeightFunction:
@@ -32,28 +33,21 @@ class RecordWeights:
     """The weight of each record, in [0, 1]. 0 where the function raises or gives no number: nothing is said about that record."""
 
     def __init__(self, function: WeightFunction, targets: Any, dtype: torch.dtype) -> None:
-        """`targets` are synthetic: the function is tried on them, together and one by one."""
+        """`targets` are synthetic: the function is tried on them, together, one by one, and each of them many times."""
         self._function, self._dtype, self._trial = function, dtype, targets
-        found = self._call(targets)
         alone = torch.cat([self._call(row(targets, i)) for i in range(count(targets))])
-        if not torch.allclose(found, alone, rtol=1e-5, atol=1e-7, equal_nan=True):
+        if not all(
+            torch.allclose(self._call(tile(targets, times)), alone.repeat(times), rtol=1e-5, atol=1e-7, equal_nan=True)
+            for times in _TIMES
+        ):
             raise InvalidArgument(
                 "weights must depend on a record's own target alone; on synthetic targets they depend on the batch."
             )
 
     def __call__(self, targets: Any) -> Tensor:
         """(records,)."""
-
-        def apart() -> Tensor:
-            weights = torch.zeros(count(targets), dtype=self._dtype)
-
-            def one(i: int) -> None:
-                weights[i] = self._call(row(targets, i))[0]
-
-            each_alone(range(count(targets)), one)
-            return weights
-
-        found = together_or_apart(lambda: self._call(targets), apart, lambda: None)
+        zeros = torch.zeros(count(targets), dtype=self._dtype)
+        found = of_each(self._call, targets, row(self._trial, 0), zeros, alone=False, alive=lambda: None)
         return found.nan_to_num(0, 0, 0).clamp(0, 1)
 
     def _call(self, targets: Any) -> Tensor:

@@ -18,7 +18,6 @@ class Schedule:
 
     def __init__(self, name: str, setting: Setting, layers: int, check: Callable[[object], float]) -> None:
         self.name, self.layers = name, layers
-        self.varies = callable(setting) or (isinstance(setting, Mapping) and len(setting) > 1)
         self._check = check
         self._function = setting if callable(setting) else None
         self._starts: list[int] = []

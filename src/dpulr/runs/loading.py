@@ -18,7 +18,7 @@ from dpulr import data, features, mechanisms, models
 from dpulr.data.table_schema import TableSchema
 from dpulr.data.tables import KINDS, read_table
 from dpulr.data.texts import read_texts, tokenizer_of
-from dpulr.errors import RunError, UsageError
+from dpulr.errors import PrivacyRefusal, RunError, UsageError
 from dpulr.language import text_classifier
 from dpulr.mechanisms import Mechanism
 from dpulr.runs import checkpoint
@@ -202,9 +202,18 @@ class TrainedModel:
         return np.asarray(self(inputs).argmax(1))
 
     def score(self, dataset: str | None = None) -> Scores:
-        """How good it is on the test part of its own data set, or of another one."""
-        settings = self.settings if dataset is None else replace(self.settings, dataset=dataset, holdout=0)
-        _, test = load_data(settings)
+        """How good it is on the test part of its own data set, or of another one; of another table, on all of it. It is public."""
+        if dataset is None and self.settings.evaluation_epsilon is not None:
+            raise PrivacyRefusal(
+                "the held-out records of this run are private, and an accuracy without noise would not be covered: that with noise "
+                "stands in its result.json. Name other data, which is public (--dataset)."
+            )
+        settings = self.settings if dataset is None else replace(self.settings, dataset=dataset, holdout=0, test=None)
+        whole, test = load_data(settings)
+        if test is None and dataset is not None and _is_file(settings):
+            test = whole
+        if test is None:
+            raise UsageError(f"{settings.dataset} has no test part. Name public data with --dataset.")
         try:
             return score(tempered(self.model, self.temperature), test)
         except (RuntimeError, ValueError) as problem:

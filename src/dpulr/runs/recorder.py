@@ -14,9 +14,8 @@ from dpulr.errors import PrivacyRefusal, UsageError
 from dpulr.files import append_line, replace_json
 from dpulr.runs import checkpoint, report
 from dpulr.runs import result as results
-from dpulr.runs.folder import CONFIG, METRICS, RESULT, locked, open_config
+from dpulr.runs.folder import CONFIG, METRICS, RESULT, check_new, create_folder, forget_result, locked, open_config
 from dpulr.runs.process import Clock
-from dpulr.runs.run import check_new, create_folder, forget_result
 from dpulr.runs.settings import IN_PROGRAM, Settings
 from dpulr.scores import score
 
@@ -45,7 +44,7 @@ class Recording:
     def _created(self) -> DiskLedger:
         check_new(self.folder)
         self.settings, self.applied = _settings(self.engine), 0
-        return create_folder(self.folder, self.settings, self.engine, self._held, planned_steps=self.engine.planned_steps)
+        return create_folder(self.folder, self.settings, self.engine.plan, self._held, planned_steps=self.engine.planned_steps)
 
     def _resumed(self) -> DiskLedger:
         self.settings, config = open_config(self.folder)

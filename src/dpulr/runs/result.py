@@ -78,7 +78,7 @@ def result(
         **figures,
         "forward_passes": forward_passes(engine),
         "ranks": engine.ranks.size,
-        "bytes_per_step": engine.ranks.bytes_sent(engine.fitted.size),
+        "bytes_per_step": engine.ranks.bytes_sent(engine.fitted.size, engine.spacing),
         "dataset": settings.dataset,
         "model": settings.model,
         "parameters": sum(p.numel() for p in engine.model.parameters()),

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from dpulr import accounting
-from dpulr.accounting.disk_ledger import DiskLedger, Start, cut_torn_end, ledger_digest, now
+from dpulr.accounting.disk_ledger import DiskLedger, cut_torn_end, ledger_digest
 from dpulr.accounting.events import Charge
 from dpulr.distributed.launch import restarted
 from dpulr.distributed.ranks import join
 from dpulr.engine import PrivacyEngine
-from dpulr.errors import Interrupted, PrivacyRefusal, RunError, UsageError
-from dpulr.files import append_line, replace_file, replace_json, sync_folder
-from dpulr.model.batches import call_model
+from dpulr.errors import Interrupted, PrivacyRefusal, RunError
 from dpulr.runs import checkpoint
 from dpulr.runs import result as results
-from dpulr.runs.evaluation import Evaluation, make_evaluation, make_loss
-from dpulr.runs.folder import CONFIG, METRICS, RESULT, UNPROTECTED, locked, open_config
+from dpulr.runs.evaluation import make_evaluation
+from dpulr.runs.folder import RESULT, check_new, check_single, create_folder, forget_result, locked, open_config
 from dpulr.runs.loading import load_data, make_model
-from dpulr.runs.process import Clock, Stop, seconds_before
+from dpulr.runs.process import Clock, Stop
+from dpulr.runs.session import Session, View
 from dpulr.runs.settings import Settings
 from dpulr.runs.training import Training
-from dpulr.temperature import is_temperature, tempered
-
-_CHECKPOINT_SECONDS = 60.0
-
-
-class View(Protocol):
-    """Whoever watches a run."""
-
-    def note(self, text: str) -> None: ...
-    def begin(self, about: Mapping[str, Any]) -> None: ...
-    def step(self, step: int) -> None: ...
-    def metrics(self, values: Mapping[str, Any]) -> None: ...
-    def unprotected(self, values: Mapping[str, Any]) -> None: ...
 
 
 def start(
@@ -65,7 +46,7 @@ def start(
         training.engine.ranks.shared(lambda: evaluation.check(training.model))
         view.note(f"writing to {folder}")
         training.engine.use_ledger(
-            lambda: create_folder(folder, settings, training.engine, held, planned_steps=training.planned_charges)
+            lambda: create_folder(folder, settings, training.engine.plan, held, planned_steps=training.planned_charges)
         )
         clock.end("setup")
         return _trained(folder, training, test, view, clock, stop, show_unprotected=show_unprotected)
@@ -115,14 +96,9 @@ def resume(
         return _trained(folder, training, test, view, clock, stop, about=about, show_unprotected=show_unprotected)
 
 
-def check_new(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        more = " It is a run: go on with 'dpulr resume'." if (folder / CONFIG).exists() else ""
-        raise UsageError(f"{folder} exists and is not empty.{more}")
-
-
 def _open(folder: Path, target_epsilon: float | None, held: ExitStack) -> tuple[Settings, DiskLedger]:
     """The settings and the ledger of a run, which is locked from now on."""
+    check_single(folder)
     settings, config = open_config(folder)
     owner = held.enter_context(locked(folder))
     ledger = DiskLedger.open(folder, ledger_digest(config))
@@ -176,7 +152,7 @@ def _trained(
     ledger, engine = training.engine.ledger, training.engine
     if isinstance(ledger, DiskLedger):
         evaluation = make_evaluation(training.settings, test, ledger)
-        run = _Run(folder, training, evaluation, ledger, view, clock, stop, show_unprotected=show_unprotected)
+        run = Session(folder, training, evaluation, ledger, view, clock, stop, show_unprotected=show_unprotected)
         run.applied, run.temperature = int((about or {}).get("applied", 0)), float((about or {}).get("temperature", 1.0))
         return run.train()
     stop.at_once = False
@@ -200,161 +176,3 @@ def _resumed(settings: Settings, ledger: DiskLedger, target_epsilon: float | Non
 def _why_none(engine: PrivacyEngine) -> str:
     spent = accounting.privacy_spent([Charge(engine.plan.event, engine.planned_steps)], engine.target_delta)
     return "; ".join(spent.reasons)
-
-
-def create_folder(folder: Path, settings: Settings, engine: PrivacyEngine, held: ExitStack, *, planned_steps: int) -> DiskLedger:
-    """The folder appears with its config, its ledger and its lock, or not at all."""
-    config = settings.to_json()
-    begin = Start(
-        run=secrets.token_hex(8),
-        config=ledger_digest(config),
-        noise_multiplier=engine.noise_multiplier,
-        rejection_threshold=engine.plan.rejection_threshold,
-        target_epsilon=settings.target_epsilon,
-        target_delta=settings.target_delta,
-        planned_steps=planned_steps,
-    )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = folder.with_name(f".{folder.name}.{begin.run}.part")
-    draft.mkdir()
-    try:
-        held.enter_context(locked(draft, begin.run))
-        replace_file(draft / CONFIG, config)
-        DiskLedger.create(draft, begin)
-        sync_folder(draft)
-        os.replace(draft, folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
-    return DiskLedger.open(folder, begin.config)
-
-
-def forget_result(folder: Path) -> None:
-    """An old result.json would state less than is spent from now on."""
-    (folder / RESULT).unlink(missing_ok=True)
-    sync_folder(folder)
-
-
-@dataclass
-class _Run:
-    """One process's part of a run: its steps, evaluations and checkpoints, and the result at its end."""
-
-    folder: Path
-    training: Training
-    evaluation: Evaluation
-    ledger: DiskLedger
-    view: View
-    clock: Clock
-    stop: Stop
-    _: KW_ONLY
-    show_unprotected: bool = False
-    applied: int = 0  # updates that the weights have kept, those of earlier processes included
-    temperature: float = 1.0  # what the outputs of these weights are divided by
-    _saved_at: int = field(default=-1, init=False)
-    _figures: dict[str, Any] = field(default_factory=dict, init=False)
-
-    def train(self) -> dict[str, Any]:
-        settings, engine = self.training.settings, self.training.engine
-        planned, first = engine.planned_steps, engine.steps_taken
-        every = max(1, planned // settings.evaluations) if settings.evaluations else planned
-        self.view.begin(results.overview(settings, engine, self.ledger, self.folder, self.training.planned_charges))
-        self.stop.at_once = False
-        for inputs, targets in self.training.steps():
-            self.applied, self.temperature = self.applied + 1, 1.0
-            self.clock.end("steps")
-            if self.show_unprotected:
-                self._unprotected(inputs, targets)
-            self.view.step(engine.steps_taken)
-            if engine.steps_taken % every == 0 or engine.steps_taken == planned:
-                self._evaluate()
-                self._checkpoint()
-            elif self.clock.since("checkpoint") > _CHECKPOINT_SECONDS:
-                self._checkpoint()
-            if engine.ranks.any(self.stop.requested):
-                break
-        if settings.temperature is not None and engine.steps_taken >= engine.planned_steps:
-            self._fit_temperature()
-        if self._saved_at != engine.steps_taken:
-            self._evaluate()
-            if engine.steps_taken > first:
-                self._checkpoint()
-        return self._finish()
-
-    def _fit_temperature(self) -> None:
-        """Once: what a process that failed has charged for it is spent, and is not spent again."""
-        if not is_temperature(self.ledger.last):
-            self.temperature = self.training.fit_temperature()
-            self.clock.end("steps")
-
-    def _evaluate(self) -> None:
-        engine = self.training.engine
-        figures = self.evaluation.figures(tempered(self.training.model, self.temperature))
-        self._figures = figures or self._figures
-        spent = engine.privacy_spent()
-        self.clock.end("evaluation")
-        values = {
-            "step": engine.steps_taken,
-            **figures,
-            "epsilon": spent.epsilon,
-            "learning_rate": self.training.learning_rate(),
-            "process": self.ledger.resumes,
-            "at": now(),
-            "seconds": self.clock.seconds(ledger=self.ledger.seconds, communication=engine.ranks.seconds),
-        }
-        append_line(self.folder / METRICS, values)
-        self.view.metrics(values)
-
-    def _checkpoint(self) -> None:
-        ledger = self.ledger
-        about = {
-            "run": ledger.start.run,
-            "steps": ledger.steps,
-            "applied": self.applied,
-            "entries": ledger.entries,
-            "head": ledger.head,
-            "mechanism": self.training.engine.fitted.state(),
-            "temperature": self.temperature,
-        }
-        checkpoint.save_training(self.folder, model=self.training.model, optimizer=self.training.optimizer, about=about)
-        self._saved_at = ledger.steps
-        self.clock.end("checkpoint")
-
-    def _unprotected(self, inputs: Any, targets: Any) -> None:
-        """Not covered by the guarantee: kept apart from everything else, and marked."""
-        with torch.no_grad():
-            losses = make_loss(self.training.settings)(call_model(self.training.model, inputs), targets)
-            loss = losses.mean().item() if len(losses) else None
-        values = {"unprotected": True, "step": self.ledger.steps, "batch_size": len(targets), "training_loss": loss}
-        append_line(self.folder / UNPROTECTED, values)
-        self.view.unprotected(values)
-        self.clock.end("unprotected")
-
-    def _finish(self) -> dict[str, Any]:
-        settings, engine = self.training.settings, self.training.engine
-        done = engine.steps_taken >= engine.planned_steps
-        result = results.result(
-            settings,
-            engine,
-            self.ledger,
-            self._figures,
-            done=done,
-            applied=self.applied,
-            planned=self.training.planned_charges,
-            temperature=self.temperature,
-        )
-        result.update(self.evaluation.details(tempered(self.training.model, self.temperature)))
-        earlier = seconds_before(self.folder / METRICS, self.ledger.resumes)
-        result["seconds"] = round(earlier + self.clock.total(), 2)
-        result["unprotected_shown"] = (self.folder / UNPROTECTED).exists()
-        state = {key: result[key] for key in ("run", "steps", "guarantee", "epsilon", "delta", "version", "temperature")}
-        checkpoint.write(self.folder / checkpoint.MODEL, self.training.model.state_dict(), state)
-        replace_json(self.folder / RESULT, result)
-        if not done:
-            spent = accounting.stopped_early(result["epsilon"], result["planned_epsilon"])
-            raise Interrupted(
-                f"stopped after step {engine.steps_taken} of {engine.planned_steps}; the state is saved. "
-                f"{f'So far: {spent}. ' if spent else ''}"
-                f"Go on with: dpulr resume {self.folder}"
-            )
-        return result

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from dpulr import __version__, validate
 from dpulr.errors import UsageError
-from dpulr.runs.old_configs import upgraded
+from dpulr.runs.values import converted, pair_of, table_of
 
 Check = Callable[[str, Any], object]
 IN_PROGRAM = "in-program"  # data and model of a program of its own (`runs.record`), which settings can't name
@@ -113,7 +110,7 @@ class Settings:
     loss: str = _option(
         "auto", "cross-entropy, squared, absolute, zero-one, or package.module:function. auto: cross-entropy, squared for numbers."
     )
-    device: str = _option("cpu", "Where the model is and the passes run: cpu, cuda, mps, ...")
+    device: str = _option("cpu", "Where the model is and the passes run: cpu, cuda, ...")
     schedule: str = _option("cosine", "Learning rate: cosine (half a cosine down to 0), or constant.", _word("cosine", "constant"))
     temperature: float | None = _option(
         None, "Share of the budget for a temperature of the outputs, fitted after the last step: such as 0.02.", validate.fraction
@@ -142,7 +139,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = _converted(item.name, getattr(self, item.name))
+            value = converted(item.name, getattr(self, item.name), types_of(item.name))
             if value is not None and item.metadata.get("check") is not None:
                 item.metadata["check"](item.name, value)
             object.__setattr__(self, item.name, value)
@@ -186,8 +183,8 @@ class Settings:
         """Defaults, then a config, then options, then `key=value` pairs; the last one wins."""
         values = {**(config or {}), **(options or {})}
         version = values.pop("version", __version__)
-        own = dict(_table(values.pop("mechanism_options", {})))
-        for name, value in map(_pair, sets):
+        own = dict(table_of(values.pop("mechanism_options", {})))
+        for name, value in map(pair_of, sets):
             if name.startswith("mechanism."):
                 own[name.removeprefix("mechanism.")] = value
             else:
@@ -216,7 +213,7 @@ def _papers_setting(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     """
     if values.get("target_epsilon") is not None:
         raise UsageError("the paper mechanism has no certified epsilon: give --noise-multiplier (sigma0), no target.")
-    batch_size = _converted("batch_size", values.get("batch_size", 500))
+    batch_size = converted("batch_size", values.get("batch_size", 500), types_of("batch_size"))
     batch_size = 500 if batch_size == "auto" else batch_size
     found: dict[str, Any] = {"batch_size": batch_size, "target_epsilon": None, "repeats": None}
     if "target_std" not in own:
@@ -226,127 +223,9 @@ def _papers_setting(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     return found
 
 
-# --- config files -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Invocation:
-    """What a config file says about how to run, rather than what to run."""
-
-    out: str | None = None
-    allow_uncertified: bool = False
-    show_unprotected: bool = False
-    json: bool = False
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Settings in a TOML file (or the config.json of a run). A table [mechanism] holds its name and its settings."""
-    try:
-        raw = path.read_bytes()
-    except OSError as problem:
-        raise UsageError(f"the config file {path} can't be read: {problem.strerror or problem}.") from problem
-    try:
-        text = raw.decode()
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (ValueError, RecursionError) as problem:
-        raise UsageError(f"the config file {path} is not valid: {problem}.") from problem
-    values = dict(_table(values))
-    mechanism = values.get("mechanism")
-    if isinstance(mechanism, dict):
-        own = dict(mechanism)
-        values["mechanism"] = own.pop("name", Settings.mechanism)
-        if "repeats" in own:
-            values["repeats"] = own.pop("repeats")
-        values["mechanism_options"] = {**dict(_table(values.get("mechanism_options", {}))), **own}
-    return upgraded(values) if path.suffix == ".json" else values
-
-
-def split_invocation(config: Mapping[str, Any]) -> tuple[dict[str, Any], Invocation]:
-    """A config's settings, and how to run them."""
-    values = dict(config)
-    how = {item.name: values.pop(item.name) for item in fields(Invocation) if item.name in values}
-    for name, value in how.items():
-        if not isinstance(value, str if name == "out" else bool):
-            raise UsageError(f"{name} is {_short(value)}; it must be {'a path' if name == 'out' else 'true or false'}.")
-    return values, Invocation(**how)
-
-
-def _table(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"a table of settings was expected, not {_short(value)}.")
-    return value
-
-
-def keys_of(sets: Iterable[str]) -> list[str]:
-    """The settings that `key=value` pairs name."""
-    return [name for name, _ in map(_pair, sets)]
-
-
-def pairs_of(sets: Iterable[str]) -> list[tuple[str, Any]]:
-    """Names and values of `key=value` pairs."""
-    return [_pair(text) for text in sets]
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    """`key=value`, the value as in TOML; what is not TOML is taken as a word."""
-    name, sign, value = text.partition("=")
-    if not sign or not name.strip():
-        raise UsageError(f"--set takes key=value, not {_short(text)}.")
-    try:
-        parsed = tomllib.loads(f"value = {value}")
-    except (ValueError, RecursionError):
-        return name.strip(), None if value.strip() in ("none", "None") else value.strip()
-    return name.strip(), parsed["value"] if set(parsed) == {"value"} else value.strip()
-
-
-# --- values -------------------------------------------------------------------------------------------------------------
-def _converted(name: str, value: Any) -> Any:
-    """The value in the setting's type; only changes that lose nothing are made."""
-    allowed = types_of(name)
-    if value is None and type(None) in allowed:
-        return None
-    if dict in allowed:
-        return _plain(name, dict(_table(value)))
-    if isinstance(value, bool):
-        pass
-    elif isinstance(value, int) and int in allowed:
-        return value
-    elif isinstance(value, int | float) and float in allowed and abs(value) < 1e300:
-        return float(value)
-    elif isinstance(value, float) and int in allowed and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    elif isinstance(value, str) and str in allowed and "\x00" not in value:
-        return _number(value, allowed)
-    words = {int: "a whole number", float: "a number", str: "a word", type(None): "none"}
-    expected = " or ".join(words[kind] for kind in allowed)
-    raise UsageError(f"{name} is {_short(value)}; it must be {expected}.")
-
-
-def _number(text: str, allowed: tuple[type[Any], ...]) -> int | float | str:
-    """What a word says where numbers are allowed, too; else the word."""
-    if int in allowed and text.isascii() and text.isdigit() and len(text) < 19:
-        return int(text)
-    if float in allowed and len(text) < 40:
-        with suppress(ValueError):
-            return float(text)
-    return text
-
-
 @cache
 def types_of(name: str) -> tuple[type[Any], ...]:
     """The types that a setting can have."""
     hint = get_type_hints(Settings)[name]
     kinds = get_args(hint) if get_origin(hint) is not dict and get_args(hint) else (get_origin(hint) or hint,)
     return tuple(kinds)
-
-
-def _plain(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Only what JSON can hold: a run must be repeatable from its config.json."""
-    try:
-        json.dumps(values)
-    except (TypeError, ValueError, RecursionError) as problem:
-        raise UsageError(f"{name} holds a value that can't be stored: {problem}.") from problem
-    return values
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

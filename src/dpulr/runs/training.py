@@ -15,15 +15,18 @@ from torch.utils.data import Dataset
 from dpulr import __version__
 from dpulr.accounting.events import Release
 from dpulr.auto import Choice, Task, choose, scheduled
-from dpulr.chosen import seconds_per_step
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import UsageError
+from dpulr.model.batches import synthetic
+from dpulr.parts.computing import computing
+from dpulr.randomness import RandomSource
 from dpulr.runs.evaluation import make_evaluation, make_loss, make_optimizer
 from dpulr.runs.loading import load_data, make_mechanism, make_model, make_unit
 from dpulr.runs.settings import Settings
 from dpulr.temperature import check_classifier, fit_temperature, tempered
 
 MOST_EPOCHS = 100.0
+_TIMED_RECORDS = 256
 Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, the model
 
 
@@ -62,6 +65,7 @@ class Training:
             unit=make_unit(settings),
             max_per_person=settings.max_per_person,
         )
+        self.engine.advises = False  # a run shows the engine's notes itself
         self.settings = _settled(settings, self.engine)
         if settings.temperature is not None:
             self._check_temperature()
@@ -110,6 +114,26 @@ def _within_seconds(settings: Settings, train: Dataset[Any], model: nn.Module) -
     engine = Training(replace(settings, seconds=None), train, model).engine
     passes = settings.seconds / max(seconds_per_step(engine), 1e-9) * engine.sample_rate
     return replace(settings, seconds=None, epochs=float(f"{min(max(passes, engine.sample_rate), MOST_EPOCHS):.3g}"))
+
+
+def seconds_per_step(engine: PrivacyEngine) -> float:
+    """About what a step takes here: passes of synthetic records, and the noise. Reading records is not in it."""
+    forward, size = engine.forward, engine.expected_batch_size
+    records = max(1, min(_TIMED_RECORDS, round(size)))
+    generator = torch.Generator().manual_seed(0)
+    batch = synthetic(engine.records.example, records, generator, forward.device)
+    source = RandomSource(0)
+    directions, noise = source.directions(forward.device, forward.dtype), source.noise(engine.fitted.size)
+    with computing(forward, source):
+        public = engine.fitted.draw_public(0)
+        spent = []
+        for _ in range(2):  # the first time, programs are made
+            started = time.perf_counter()
+            total = engine.fitted.sum_of_bounded_signals(batch, public, directions)
+            passed = time.perf_counter()
+            engine.fitted.privatise(total, noise.draw().to(forward.device))
+            spent.append(((passed - started) * size / records, time.perf_counter() - passed))
+    return sum(spent[-1])
 
 
 def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from dpulr.accounting.rounding import up
 from dpulr.accounting.selection import RandomRuns, SearchCost, search_cost
 from dpulr.errors import PrivacyRefusal, RunError, UsageError
 from dpulr.files import read_json, replace_json, sync_folder
-from dpulr.mechanisms.base import on_grid
+from dpulr.mechanisms.base import noised
 from dpulr.private_scores import HeldOut
 from dpulr.randomness import RandomSource
 from dpulr.read_ahead import end_with_parent
 from dpulr.runs import checkpoint
 from dpulr.runs.evaluation import make_evaluation
-from dpulr.runs.folder import CONFIG, RESULT, locked
+from dpulr.runs.folder import CONFIG, RESULT, SEARCH, locked
 from dpulr.runs.loading import make_model
 from dpulr.runs.process import Stop
 from dpulr.runs.settings import Settings
@@ -35,7 +35,7 @@ from dpulr.runs.space import Search, SearchPlan, parts, plan_search, with_noise
 from dpulr.runs.training import Training
 from dpulr.scores import score
 
-SEARCH, PRIVATE, DRAWN = "search.json", "PRIVATE-unreleased", "drawn.json"
+PRIVATE, DRAWN = "PRIVATE-unreleased", "drawn.json"
 Say = Callable[[str], None]
 
 
@@ -181,7 +181,7 @@ def _score(model: Any, scored: Any, noise: float | None) -> float:
     import torch
 
     count = torch.tensor([float(HeldOut(model, scored).right_answers())], dtype=torch.float64)
-    return float(on_grid(count + noise * RandomSource().noise(1).draw(), noise))
+    return float(noised(count, RandomSource().noise(1).draw(), noise))
 
 
 def _settings(about: Mapping[str, Any], choice: int) -> Settings:

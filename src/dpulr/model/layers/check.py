@@ -52,6 +52,7 @@ def _check_output_space(rule: LayerRule, call: Call, label: str, generator: torc
             if own.shape[1:] == call.output.shape[1:]:
                 _refuse_small(label, "norm", norm, float(rule.norms(one, own)))
                 _refuse_other_gradient(rule, one, own, gradient, label)
+                _refuse_small_joint_norm(rule, [one, call.rows(0, 1)], [own, signal[:1]], label)
 
 
 def _refuse_small(label: str, kind: str, norm: float, bound: float) -> None:
@@ -60,6 +61,14 @@ def _refuse_small(label: str, kind: str, norm: float, bound: float) -> None:
         raise _refused(
             label, f"a record's gradient is {factor:.4g} times as long as its {kind} allows, so that it would exceed its bound"
         )
+
+
+def _refuse_small_joint_norm(rule: LayerRule, calls: list[Call], signals: list[Tensor], label: str) -> None:
+    """Of two calls, or of two records of a person."""
+    joint = rule.joint_norms(calls, signals)
+    if joint is not None:
+        total = torch.stack([_gradient(rule, *one) for one in zip(calls, signals, strict=True)]).double().sum(0)
+        _refuse_small(label, "joint norm", float(flat_norm(total.unsqueeze(0))), float(joint[0]))
 
 
 def _refuse_other_gradient(rule: LayerRule, call: Call, signal: Tensor, gradient: Tensor, label: str) -> None:

@@ -12,7 +12,7 @@ from dpulr import accounting
 from dpulr.accounting.disk_ledger import DiskLedger, ledger_digest
 from dpulr.errors import RunError
 from dpulr.files import read_json, read_lines
-from dpulr.runs.folder import METRICS, RESULT, UNPROTECTED, open_config
+from dpulr.runs.folder import METRICS, RESULT, UNPROTECTED, check_single, open_config
 from dpulr.runs.process import process_seconds
 from dpulr.runs.settings import Settings
 
@@ -54,6 +54,7 @@ class RunData:
 
 
 def gather(folder: Path, name: str) -> RunData:
+    check_single(folder)
     settings, config = open_config(folder)
     ledger = DiskLedger.open(folder, ledger_digest(config), growing=True)
     result = _result(folder, ledger)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpulr import accounting as acc
-from dpulr.accounting.planning import epochs_of, plan, steps_of
 from dpulr.errors import BudgetError, InvalidArgument
+from dpulr.plan import epochs_of, steps_of
+from dpulr.solver import plan
 
 FULL = {"epsilon": 1.0, "noise_multiplier": 2.0, "batch_size": 500, "epochs": 10.0, "dataset_size": 60_000}
 
@@ -64,6 +65,9 @@ def test_automatic_rejection():
     solved = plan(**without("noise_multiplier"), rejection_threshold="auto")
     assert solved.rejection_threshold > 0
     assert solved.epsilon <= 1.0
+    longest = plan(**without("epochs"), rejection_threshold="auto")
+    assert longest.rejection_threshold > 0
+    assert 0.98 < longest.epsilon <= 1.0
 
 
 def test_hidden_direction_plan():
@@ -79,7 +83,7 @@ def test_hidden_direction_plan():
     [
         ({"epsilon": None, "epochs": None}, "only one of them"),
         ({"delta": 1e-5}, "Everything is given"),
-        ({"batch_size": 70_000}, "batch_size exceeds"),
+        ({"batch_size": 70_000}, "the data set has only 60000 records"),
         ({"epsilon": -1.0}, "epsilon is -1"),
         ({"epochs": math.nan}, "epochs is nan"),
         ({"dataset_size": 1.5}, "dataset_size is 1.5"),

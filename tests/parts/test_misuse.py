@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpulr.errors import InvalidArgument, PrivacyRefusal, StepError
-from tests.support.core import LOSS, engine, small_mlp, train
+from tests.support.core import LOSS, blobs, engine, small_mlp, train
 
 
 def test_going_back_forgets_no_step() -> None:
@@ -29,6 +29,31 @@ def test_going_back_forgets_no_step() -> None:
     assert again.privacy_spent() == private.privacy_spent()
     train(again, 2)
     assert private.steps_taken == 37
+
+
+def test_a_later_state_brings_its_charges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine looks at checkpoints of another process, one after the other: the weights of step 15 have cost 15 steps."""
+    private, states = engine(steps=40), []
+    for _ in range(3):
+        train(private, 5)
+        states.append(copy.deepcopy(private.state_dict()))
+    monkeypatch.setattr("dpulr.parts.account._LEDGERS", {})  # as in a process of its own
+    again = engine(steps=40)
+    for number, steps in ((0, 5), (2, 15), (1, 15)):
+        again.load_state_dict(states[number])
+        assert again.steps_taken == steps
+    assert again.privacy_spent() == private.privacy_spent()
+    again.private_accuracy(blobs(), epsilon=0.1)
+    spent = again.privacy_spent().epsilon
+    again.load_state_dict(states[0])
+    assert again.privacy_spent().epsilon == spent
+
+
+def test_an_evaluation_is_not_forgotten_either() -> None:
+    private = engine()
+    private.private_accuracy(blobs(), epsilon=0.1)
+    with pytest.raises(StepError, match="has charged a noisy evaluation"):
+        private.load_state_dict(engine().state_dict())
 
 
 def test_a_state_of_another_run_is_refused_once_steps_are_charged() -> None:
@@ -61,7 +86,7 @@ def test_a_step_of_ones_own_voids_the_guarantee() -> None:
     assert resumed.guarantee == "none"
 
 
-@pytest.mark.parametrize("way", ["in place", "data", "replaced"])
+@pytest.mark.parametrize("way", ["in place", "data", "a slice of data", "numpy", "replaced"])
 def test_parameters_changed_by_another_hand_void_the_guarantee(way: str) -> None:
     private = engine()
     train(private, 1)
@@ -71,11 +96,27 @@ def test_parameters_changed_by_another_hand_void_the_guarantee(way: str) -> None
             weight.add_(1.0)
         elif way == "data":
             weight.data.add_(1.0)
+        elif way == "a slice of data":
+            weight.data[-1, -1] += 1e-3
+        elif way == "numpy":
+            weight.numpy()[-1, -1] += 1e-3
         else:
             weight.data = weight + 1.0
     with pytest.warns(UserWarning, match="parameters were changed between two steps"):
         train(private, 1)
     assert private.guarantee == private.privacy_spent().guarantee == "none"
+
+
+def test_a_frozen_layer_that_is_trained_elsewhere_voids_the_guarantee() -> None:
+    model = small_mlp()
+    frozen = next(model.parameters()).requires_grad_(False)
+    private = engine(model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    train(private, 1)
+    with torch.no_grad():
+        frozen.add_(1.0)
+    with pytest.warns(UserWarning, match="parameters were changed between two steps"):
+        train(private, 1)
+    assert private.guarantee == "none"
 
 
 def test_public_changes_are_said_to_be_so() -> None:
@@ -88,6 +129,28 @@ def test_public_changes_are_said_to_be_so() -> None:
     with pytest.warns(UserWarning, match="not public"):
         private.parameters_changed(public=False)
     assert private.guarantee == "none"
+
+
+def test_a_state_goes_with_the_ledger_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash the ledger has four steps, the last checkpoint two. A run that begins to keep one takes along what is known."""
+    path, other = tmp_path / "run" / "ledger.jsonl", tmp_path / "other" / "ledger.jsonl"
+    private = engine(steps=10, ledger=path)
+    train(private, 2)
+    state = copy.deepcopy(private.state_dict())
+    train(private, 2)
+    private.ledger.lock.release()
+    monkeypatch.setattr("dpulr.parts.account._LEDGERS", {})
+    again = engine(steps=10, ledger=path)
+    again.load_state_dict(state)
+    assert torch.equal(next(again.model.parameters()), next(iter(state["model"].values())))
+    assert again.steps_taken == 4
+    train(again, 1)
+    again.ledger.lock.release()
+    assert engine(steps=10, ledger=path).steps_taken == 5
+    begun = engine(steps=10, ledger=other)
+    begun.load_state_dict(state)
+    train(begun, 1)
+    assert sum('"kind": "step"' in line for line in other.read_text().splitlines()) == 6
 
 
 def test_a_ledger_on_disk_for_a_program_of_ones_own(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What a `PrivacyEngine` is made of. The step itself is in engine.py."""
