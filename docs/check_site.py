@@ -23,10 +23,23 @@ COLOURS = {  # of site.css and of the theme: text on its background
     "light: links": ("#2f3f9f", "#ffffff"),
     "light: header": ("#ffffff", "#4051b5"),
     "light: code": ("#36464e", "#f5f5f5"),
+    "light: tabs": ("#ffffffd9", "#4051b5"),
+    "light: comments in code": ("#0000008f", "#f5f5f5"),
+    "light: numbers in code": ("#d52a2a", "#f5f5f5"),
+    "light: functions in code": ("#a846b9", "#f5f5f5"),
+    "light: constants in code": ("#6e59d9", "#f5f5f5"),
+    "light: keywords in code": ("#3f6ec6", "#f5f5f5"),
+    "light: strings in code": ("#1c7d4d", "#f5f5f5"),
     "dark: text": ("#e2e4e9d1", "#1e2129"),
     "dark: quiet text": ("#e2e4e98f", "#1e2129"),
     "dark: links": ("#9fb0ff", "#1e2129"),
     "dark: code": ("#d5d8e2d1", "#272a35"),
+    "dark: comments in code": ("#e2e4e98f", "#272a35"),
+    "dark: numbers in code": ("#ec7d71", "#272a35"),
+    "dark: functions in code": ("#c973d9", "#272a35"),
+    "dark: constants in code": ("#9f90e8", "#272a35"),
+    "dark: keywords in code": ("#6791e0", "#272a35"),
+    "dark: strings in code": ("#2fb170", "#272a35"),
 }
 
 

@@ -54,7 +54,7 @@ def test_guessing_at_random_proves_nothing() -> None:
 
 
 def test_many_runs() -> None:
-    verdict = dpulr.audit.many_runs("gaussian", runs=200, noise_multiplier=1.0, sample_rate=1.0, steps=3, seed=1)
+    verdict = dpulr.audit.many_runs("gaussian", runs=100, noise_multiplier=1.0, sample_rate=1.0, steps=3, seed=1)
     assert not verdict.broken
     assert verdict.game == "many runs"
     assert 0 < verdict.measured < verdict.claimed_epsilon

@@ -22,24 +22,24 @@ from dpulr.cli import main
 from dpulr.cli.options import SPELLINGS
 from dpulr.cli.progress import LiveView, make_view
 from tests.support import small_job
-from tests.support.small_cli import SMALL, Ended, child_environment
+from tests.support.small_cli import SMALL, Ended, Forked
 
 Cli = Callable[..., Ended]
 
 
 def test_help_and_planning_import_nothing_heavy() -> None:
-    code = """
+    plan = ["plan", "--epsilon", "1", "--batch-size", "100", "--epochs", "1", "--dataset-size", "1000", "--dims", "4,4"]
+    code = f"""
 import sys
 from dpulr.cli import main
-main(sys.argv[1:])
-print(sorted({"torch", "matplotlib", "scipy"} & set(sys.modules)))
+for arguments in (["--help"], ["train", "--help"], ["data", "list"], {plan}):
+    assert main(arguments) == 0
+    print("loaded:", sorted({{"torch", "matplotlib", "scipy"}} & set(sys.modules)))
 """
-    for arguments in (["--help"], ["train", "--help"], ["data", "list"]):
-        shown = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True).stdout
-        assert shown.splitlines()[-1] == "[]", arguments
-    plan = ["plan", "--epsilon", "1", "--batch-size", "100", "--epochs", "1", "--dataset-size", "1000", "--dims", "4,4"]
-    shown = subprocess.run([sys.executable, "-c", code, *plan], check=True, capture_output=True, text=True).stdout
-    assert "torch" not in shown.splitlines()[-1]
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    *light, planned = [line for line in shown.splitlines() if line.startswith("loaded:")]
+    assert light == ["loaded: []"] * 3
+    assert "torch" not in planned
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["resume"], ["plan"], ["report"], ["evaluate"], ["data"], ["data", "fetch"]])
@@ -92,23 +92,22 @@ def test_bad_input_is_explained(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_shows_where_an_error_comes_from() -> None:
-    command = [sys.executable, "-m", "dpulr", "train", "--set", "colour=red"]
-    plain = subprocess.run(command, capture_output=True, text=True, check=False)
-    loud = subprocess.run([*command, "--debug"], capture_output=True, text=True, check=False)
-    assert plain.returncode == loud.returncode == 2
-    assert "Traceback" not in plain.stderr
-    assert "Traceback" in loud.stderr
+def test_debug_shows_where_an_error_comes_from(capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "--set", "colour=red"]
+    assert main(command) == 2
+    assert "Traceback" not in capfd.readouterr().err
+    assert main([*command, "--debug"]) == 2
+    assert "Traceback" in capfd.readouterr().err
 
 
 def test_the_working_folder_is_searched_for_a_users_code(tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text("from torch import nn\ndef tiny(): return nn.Linear(6, 3)\n")
-    command = [sys.executable, "-m", "dpulr", "train", *SMALL, "--model", "my_models:tiny", "--steps", "2", "--out", "run"]
-    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert "guarantee certified" in ended.stdout
-    assert "step 2 of 2   held-out accuracy" in ended.stdout  # not a terminal: plain lines
-    assert "\x1b" not in ended.stdout
+    command = ["train", *SMALL, "--model", "my_models:tiny", "--steps", "2", "--out", "run"]
+    ended = Forked(*command, folder=tmp_path, before=lambda: os.chdir(tmp_path)).end()
+    assert ended.code == 0, ended.err
+    assert "guarantee certified" in ended.out
+    assert "step 2 of 2   held-out accuracy" in ended.out  # not a terminal: plain lines
+    assert "\x1b" not in ended.out
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -262,8 +261,8 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     import pty
 
     main, terminal = pty.openpty()
-    command = [sys.executable, "-m", "dpulr", "train", *SMALL, "--steps", "3", "--out", str(tmp_path / "live")]
-    process = subprocess.Popen(command, env=child_environment(TERM="xterm", COLUMNS="100"), stdout=terminal, stderr=terminal)
+    command, looks = ["train", *SMALL, "--steps", "3", "--out", tmp_path / "live"], {"TERM": "xterm", "COLUMNS": "100"}
+    running = Forked(*command, folder=tmp_path, before=lambda: os.environ.update(looks), terminal=terminal)
     os.close(terminal)
     shown = b""
     try:
@@ -271,7 +270,7 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
             shown += block
     except OSError:  # the terminal is gone: the process has ended
         pass
-    assert process.wait() == 0
+    assert running.end().code == 0
     assert b"\x1b[" in shown
     assert b"held-out accuracy" in shown
     assert "━".encode() in shown
@@ -297,10 +296,9 @@ def test_a_users_module_is_imported_before_its_ledger_is_read(finished: Path, tm
     config = json.loads((finished / "config.json").read_text())
     (finished / "config.json").write_text(json.dumps({**config, "model": "my_mechanism:model"}))
     (tmp_path / "my_mechanism.py").write_text("print('registered')\n")
-    command = [sys.executable, "-m", "dpulr", "report", str(finished)]
-    ended = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
-    assert "registered" in ended.stdout
-    assert (ended.returncode, "config.json is not the one" in ended.stderr) == (3, True)
+    ended = Forked("report", finished, folder=tmp_path, before=lambda: os.chdir(tmp_path)).end()
+    assert "registered" in ended.out
+    assert (ended.code, "config.json is not the one" in ended.err) == (3, True)
 
 
 def test_warnings_are_sentences(tmp_path: Path, run_cli: Cli) -> None:

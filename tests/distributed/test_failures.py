@@ -69,7 +69,8 @@ def test_a_step_that_cannot_be_charged_is_computed_nowhere(tmp_path: Path) -> No
     assert on_ranks(2, full_disk, tmp_path) == [("IsADirectoryError", 2), ("RankLost", 2)]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [12])
 def test_no_kill_of_a_rank_hides_what_was_spent(tmp_path: Path, kills: int) -> None:
     """`rank_killer.py` holds the checks: the ledger is never behind what any rank has applied, and every run comes to its end.
 

@@ -270,7 +270,8 @@ def test_ray_goes_on_after_a_worker_is_killed(example: ModuleType, tmp_path: Pat
     assert done["guarantee"] == "certified"
     assert done["epsilon"] <= 1.0
     assert charged.read_text().count('"kind": "step"') == steps
-    assert len(list((tmp_path / "run" / "training").glob("checkpoint_*"))) == 1
+    kept = [path for path in (tmp_path / "run" / "training").glob("checkpoint_*") if path.is_dir()]
+    assert 1 <= len(kept) <= 2  # the last one; that of the step in which the worker died may be left
 
 
 def is_worker(cmdline: Path, mark: str) -> bool:

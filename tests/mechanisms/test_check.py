@@ -39,14 +39,19 @@ def reason(mechanism: Mechanism, model: nn.Module | None = None, noise: float = 
 @pytest.mark.parametrize(
     "mechanism",
     [
-        CoordinateDifferences(),
         CoordinateDifferences(max_grad_norm=0.1),
-        Gaussian(repeats=2),
         Gaussian(repeats=2, subspace=2, clipping="per-layer"),
-        HiddenDirection(),
         HiddenDirection(last_layer="exact", repeats=2),
-        HiddenDirection(kappa=1.0, antithetic=True, groups=1),
         ZerothOrder(repeats=3),
+        *(
+            pytest.param(mechanism, marks=pytest.mark.slow)
+            for mechanism in (
+                CoordinateDifferences(),
+                Gaussian(repeats=2),
+                HiddenDirection(),
+                HiddenDirection(kappa=1.0, antithetic=True, groups=1),
+            )
+        ),
     ],
     ids=repr,
 )
@@ -61,7 +66,11 @@ def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(votes) is None
 
 
-@pytest.mark.parametrize("mechanism", [Gaussian(repeats=2), HiddenDirection(), ZerothOrder(repeats=2)], ids=repr)
+@pytest.mark.parametrize(
+    "mechanism",
+    [HiddenDirection(), *(pytest.param(own, marks=pytest.mark.slow) for own in (Gaussian(repeats=2), ZerothOrder(repeats=2)))],
+    ids=repr,
+)
 def test_randomness_of_the_model_is_no_reason(mechanism: Mechanism) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Tanh(), nn.Linear(5, 3))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import dpulr
 from dpulr.errors import InvalidArgument
+from dpulr.model.rescue import FEWEST_ROWS
 from tests.support.core import fit, mlp, total
 
 
@@ -34,7 +35,7 @@ def test_a_radius_that_amplifies_rounding_is_refused() -> None:
 
 
 class Apart(nn.Module):
-    """Raises on more than one record, once it is told to: each is then run alone, as when one of them raises."""
+    """Raises on a batch, once it is told to: each record is then run without the others, among synthetic ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +43,13 @@ class Apart(nn.Module):
         self.layers, self.raises = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)), False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.raises and len(x) > 1:
+        if self.raises and len(x) > FEWEST_ROWS:
             raise RuntimeError
         return self.layers(x)
 
 
 def test_rounding_of_the_others_stays_small_at_the_least_radius() -> None:
-    """Losses of a batch and of each record alone differ in their last bits."""
+    """Losses of a batch and of each record without the others differ in their last bits."""
     model = Apart()
     fitted = fit(dpulr.ZerothOrder(radius=5e-4, repeats=4), model)
     x, y = torch.randn(400, 6, generator=torch.Generator().manual_seed(1)), torch.arange(400) % 3

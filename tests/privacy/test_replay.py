@@ -26,7 +26,7 @@ from tests.support.own_mechanism import CoordinateDifferences, FittedCoordinates
 from tests.support.replaying import Leak, Replay, Replaying, compare
 
 QUICK, SLOW = 13, 440
-FEW = 4
+FEW = 2
 
 
 def replayed(pairs: Pairs, numbers: range, capfd: pytest.CaptureFixture[str]) -> int:
@@ -75,7 +75,7 @@ def made_on(data: Any) -> dict[str, Any]:
     return {"error": None, "plan": private.plan, "guarantee": private.guarantee, "schema": str(private.records.schema)}
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in range(4, 12))])
 def test_an_engine_is_made_alike_with_one_record_more(number: int, recwarn: pytest.WarningsRecorder) -> None:
     """Sampling at a given rate: the size of the data set is private, too. Records as in the replay."""
     pairs = Pairs("mlp", few=1)

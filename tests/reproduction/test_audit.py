@@ -20,7 +20,8 @@ FEWER = {  # one game per step takes long
     "promoted-types": 200,
     "batch-transform": 200,
 }
-QUICK = [pytest.param(name, marks=pytest.mark.slow if name == "shuffled" else ()) for name in planted_bugs.BUGS]
+LONG = ("shuffled", "promoted-types", "shared-dropout", "batch-transform", "bits-to-two", "noise-repeated")
+QUICK = [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in planted_bugs.BUGS]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -35,7 +36,9 @@ def test_caught(name: str) -> None:
     assert str(verdict).startswith("BROKEN: claims")
 
 
-@pytest.mark.parametrize("name", ["noise-halved", "clip-forgotten", "bits-to-two", "sampling-twice"])
+@pytest.mark.parametrize(
+    "name", ["noise-halved", "clip-forgotten", pytest.param("bits-to-two", marks=pytest.mark.slow), "sampling-twice"]
+)
 def test_the_same_without_the_bug_holds(name: str) -> None:
     """Each has a false alarm with a probability of at most 0.05; the seed is fixed."""
     options = {"noise-halved": (2.0, 1.0), "clip-forgotten": (2.0, 1.0), "bits-to-two": (1.0, 1.0), "sampling-twice": (1.0, 0.1)}
@@ -48,6 +51,7 @@ def test_the_same_without_the_bug_holds(name: str) -> None:
     assert 1 <= verdict.noise_factor < 1.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shared-dropout", "promoted-types", "batch-transform"])
 def test_the_same_records_read_and_run_as_the_engine_does_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug alone is what is caught. Each has a false alarm with a probability of at most 0.05; the seed is fixed."""

@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from dpulr import files
 from dpulr.accounting.disk_ledger import HEAD, LEDGER, DiskLedger, Start
 from dpulr.accounting.events import GaussianRelease, SampledStep
 from dpulr.errors import PrivacyRefusal
-from tests.support.small_cli import SMALL, Ended, child_environment
+from tests.support.small_cli import SMALL, Ended, Forked
 
 Cli = Callable[..., Ended]
 STEP = SampledStep(GaussianRelease(2.0), 0.1)
@@ -195,17 +194,16 @@ def test_a_full_disk_takes_no_step_uncharged(tmp_path: Path, monkeypatch: pytest
 def test_training_on_a_full_disk(tmp_path: Path, run_cli: Cli) -> None:
     """The operating system refuses to let any file grow beyond a limit, in the middle of a run."""
     folder, updates = tmp_path / "run", tmp_path / "updates"
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY));"
-        "from dpulr.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    environment = child_environment(SMALL_JOB_UPDATES=str(updates), DPULR_CACHE="off")
-    command = [sys.executable, "-c", code, "train", *SMALL, "--steps", "60", "--out", str(folder)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert "the disk is full" in ended.stderr
-    assert "Traceback" not in ended.stderr
+
+    def limit() -> None:
+        os.environ.update(SMALL_JOB_UPDATES=str(updates), DPULR_CACHE="off")
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+
+    ended = Forked("train", *SMALL, "--steps", "60", "--out", folder, folder=tmp_path, before=limit).end()
+    assert ended.code == 1
+    assert "the disk is full" in ended.err
+    assert "Traceback" not in ended.err
     made = updates.stat().st_size
     assert 0 < made == steps_on_disk(folder) < 60
     assert run_cli("resume", folder).code == 0

@@ -6,8 +6,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,7 @@ from dpulr.runs.config_files import read_config
 from dpulr.runs.folder import locked
 from dpulr.runs.loading import load_data, make_mechanism, make_model
 from dpulr.runs.process import Stop
-from tests.support.small_cli import SMALL, Ended, child_environment
+from tests.support.small_cli import SMALL, Ended, Forked
 
 Cli = Callable[..., Ended]
 
@@ -310,15 +308,15 @@ def test_a_new_folder_appears_as_windows_allows(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signals_end_cleanly(tmp_path: Path, number: int, run_cli: Cli) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "dpulr", "train", *SMALL, "--steps", "100000", "--out", str(folder)]
-    process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None:
+    forked = Forked("train", *SMALL, "--steps", "100000", "--out", folder, folder=tmp_path)
+    while forked.running():
         if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").read_bytes().count(b"\n") > 8:
             break
         time.sleep(0.02)
-    process.send_signal(number)
-    _, err = process.communicate()
-    assert process.returncode == 130
+    os.kill(forked.process, number)
+    ended = forked.end()
+    assert ended.code == 130
+    err = ended.err
     assert "Traceback" not in err
     assert "dpulr resume" in err
     found = result(folder)

@@ -1,12 +1,15 @@
-"""`dpulr` called in the test's own process, with its output."""
+"""`dpulr` called in the test's own process, or in one that is forked from it, with its output."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 (a forked process finds it loaded)
 
 from dpulr.cli import main
 
@@ -39,3 +42,35 @@ def dpulr(capture: pytest.CaptureFixture[str], *arguments: object) -> Ended:
     shown = capture.readouterr()
     assert "Traceback" not in shown.out + shown.err
     return Ended(code, shown.out, shown.err)
+
+
+class Forked:
+    """`dpulr` in a process of its own that has everything loaded: it begins at once. `before` is called in it first.
+
+    What it prints goes to files in `folder`, or to the file number `terminal`.
+    """
+
+    def __init__(
+        self, *arguments: object, folder: Path, before: Callable[[], object] = lambda: None, terminal: int | None = None
+    ) -> None:
+        self._names = folder / "printed.out", folder / "printed.err"
+        self.process = os.fork()
+        if self.process == 0:
+            try:
+                for number, name in zip((1, 2), self._names, strict=True):
+                    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT) if terminal is None else terminal, number)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                before()
+                code = main([str(argument) for argument in arguments])
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+            finally:
+                os._exit(99)
+
+    def running(self) -> bool:
+        return os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def end(self) -> Ended:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        return Ended(code, *(name.read_text() if name.exists() else "" for name in self._names))

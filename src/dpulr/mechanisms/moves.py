@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 USUAL_RADIUS = 0.1
 RADII = tuple(USUAL_RADIUS * 10 ** (k / 2) for k in (0, -1, 1, -2, 2, 3, 4, 5, 6))
-"""What "auto" tries. It takes the best, or the first, the usual one, if that is nearly as good."""
-_NEARLY = 0.8
+"""What "auto" tries. It takes the best; but the first, the usual one, or else a wider one, if that is nearly as good."""
+_NEARLY, _WIDER = 0.95, 0.85
 _PER_DIMENSION, _RECORDS = 4, 16
 _SEED = 20_240_305  # public: only synthetic records are moved along these directions
 
@@ -76,8 +76,17 @@ def settle_radius(settings: HiddenDirection, forward: Forward) -> HiddenDirectio
     if not len(explained):
         return replace(settings, radius=USUAL_RADIUS)
     worst = (explained / explained.amax(1, keepdim=True).clamp_min(1e-9)).amin(0)
-    best = 0 if float(worst[0]) >= _NEARLY * float(worst.max()) else int(worst.argmax())
-    return replace(settings, radius=float(f"{RADII[best]:.2g}"))
+    return replace(settings, radius=float(f"{_best(worst.tolist()):.2g}"))
+
+
+def _best(shares: Sequence[float]) -> float:
+    """Of steps, the wider: weights grow as they learn, by noise too, and what a step answers to grows with them."""
+    by_radius = dict(zip(RADII, shares, strict=True))
+    most = max(shares)
+    wider = max((radius for radius in RADII if radius > USUAL_RADIUS), key=lambda radius: by_radius[radius])
+    if by_radius[USUAL_RADIUS] >= _NEARLY * most:
+        return USUAL_RADIUS
+    return wider if by_radius[wider] >= _WIDER * most else max(RADII, key=lambda radius: by_radius[radius])
 
 
 def explained_shares(settings: HiddenDirection, forward: Forward) -> Tensor:
