@@ -21,7 +21,7 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from tests.privacy.cases import Memory, conv
 from tests.support import zoo
 from tests.support.core import LOSS, all_kinds, mlp
-from tests.support.replaying import Replay
+from tests.support.replaying import Replay, prepared_once
 
 MODELS: dict[str, Any] = {
     "linear": lambda: nn.Sequential(nn.Linear(6, 3)),
@@ -83,10 +83,12 @@ def extreme_records() -> Tensor:
 
 def tried(name: str, settings: list[Any], losses: list[str], records: Tensor) -> Iterator[float]:
     """The largest share of every record of every combination that the engine accepts."""
+    torch.manual_seed(0)
+    model, prepared = MODELS[name](), dict[Any, Any]()
     for mechanism, loss in itertools.product(settings, losses):
-        torch.manual_seed(0)
         try:
-            replay = Replay(mechanism, MODELS[name](), TensorDataset(records, torch.zeros(25).long()), loss_fn=LOSSES[loss])
+            with prepared_once(prepared):
+                replay = Replay(mechanism, model, TensorDataset(records, torch.zeros(25).long()), loss_fn=LOSSES[loss])
         except (InvalidArgument, ModelRefused):
             continue
         for i, x in enumerate(records):

@@ -122,6 +122,19 @@ def test_a_gradient_of_another_shape_does_not_raise() -> None:
     compare(replay, Items(others), Items([*others, (torch.tensor([1.0, -1, 1, 1, 1, 1]), 1)]))
 
 
+@pytest.mark.parametrize(
+    "mechanism", [dpulr.HiddenDirection(repeats=1, exact="auto"), dpulr.HiddenDirection(repeats=1), dpulr.Gradient()], ids=str
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_record_of_which_a_model_keeps_nothing_does_not_raise(mechanism: Any, first: bool) -> None:
+    """Its layers' outputs have no numbers at all: what is computed of them may divide by their count."""
+    others = [(torch.rand(6) + 0.1, i % 3) for i in range(5)]
+    own = (torch.full((6,), -1.0), 1)
+    torch.manual_seed(0)
+    replay = Replay(mechanism, KeepsPositive(), Items(others), loss_fn=LOSS)
+    compare(replay, Items(others), Items([*others[:1], own, *others[1:]] if first else [*others, own]))
+
+
 class _MixingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

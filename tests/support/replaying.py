@@ -8,6 +8,7 @@ difference between the two sums is what one record can do to a release, and that
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
 import math
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpulr
+from dpulr import engine as engine_module
 from dpulr.accounting.events import HiddenDirectionRelease
 from dpulr.mechanisms.check import bound_of
 from dpulr.membership import Membership
@@ -244,6 +246,26 @@ class Recorded:
     seen: dict[str, Any] = field(default_factory=dict)
 
 
+@contextlib.contextmanager
+def prepared_once(known: dict[Any, Any]) -> Iterator[None]:
+    """While it lasts, engines whose mechanisms want a model prepared alike share what was found: trying it takes longest."""
+    own = vars(engine_module)["prepare"]
+
+    def prepare(model: Any, loss_fn: Any, *args: Any, **settings: Any) -> Any:
+        key = (model, loss_fn, *sorted(settings.items()))
+        if key not in known:
+            known[key] = own(model, loss_fn, *args, **settings)
+        forward = copy.copy(known[key])
+        forward.passes = copy.copy(forward.passes)
+        return forward
+
+    vars(engine_module)["prepare"] = prepare
+    try:
+        yield
+    finally:
+        vars(engine_module)["prepare"] = own
+
+
 class Replay:
     """An engine whose steps can be recorded on any data set of the same schema, at rate 1: every record is in every batch."""
 
@@ -319,6 +341,7 @@ class Replay:
         source.own_directions.forget()
         source.batch_rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
         self._released.clear(), self._totals.clear()
+        engine._watch.accept()  # engines that share a model try it, each in its turn
         charged, noises, states = engine.ledger.steps, source.own_noise.draws, _global_states()
         raised: tuple[str, str] | None = None
         with warnings.catch_warnings(record=True) as said, contextlib.redirect_stdout(io.StringIO()) as out:

@@ -23,6 +23,7 @@ from dpulr.model.batches import count
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
 from dpulr.model.people import People
+from dpulr.model.rescue import each_alone
 from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
 from dpulr.plan import Plan, Request, certified_plan
 from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
@@ -251,13 +252,23 @@ class SitewiseMechanism(FittedMechanism[Bases]):
             least = 0 if self.forward.recordwise else self.chunks.fewest(own)
             directions.expect(self.draws(max(count(chunk[1]), least)) if own is None else [])
             for clean in self.forward.clean(*chunk, self.backward_to, own, least=least):
-                if self.precise or clean.records > SUMMED_TOGETHER:
+                if self.forward.recordwise:
+                    self._add_alone(clean, public, directions, total)
+                elif self.precise or clean.records > SUMMED_TOGETHER:
                     self.add(clean, public, directions, self.parts(total))
                 else:
-                    few = torch.zeros(self.size, device=self.device, dtype=self.dtype)
-                    self.add(clean, public, directions, self.parts(few))
-                    total += few
+                    self._add_few(clean, public, directions, total)
         return total
+
+    def _add_few(self, clean: Clean, public: Bases, directions: Directions, total: Tensor) -> None:
+        few = torch.zeros(self.size, device=self.device, dtype=torch.float64 if self.precise else self.dtype)
+        self.add(clean, public, directions, self.parts(few))
+        total += few
+
+    def _add_alone(self, clean: Clean, public: Bases, directions: Directions, total: Tensor) -> None:
+        """One record, or person, of a model that reads values: its layers may see shapes of its own, for which a sum raises."""
+        if not each_alone([clean], lambda own: self._add_few(own, public, directions, total)):
+            self.forward.check_alive([0])
 
     def draws(self, records: int) -> list[int]:
         """How many normal numbers `add` will draw for so many records, draw by draw: so that they can be drawn ahead."""
