@@ -119,7 +119,8 @@ def refuse_difference(model: nn.Module, first: Run, second: Run | None, what: st
         if same(first.losses[first.kept], second.losses[second.kept]):
             return
         raise ModelRefused(f"the loss function {what}. {_LOSS_ADVICE}")
-    for (name, inputs, output), (_, other_inputs, other_output) in zip(first.calls, second.calls, strict=False):
+    others = second.calls  # before the first's, which may have to be repeated, and then puts back what the second started from
+    for (name, inputs, output), (_, other_inputs, other_output) in zip(first.calls, others, strict=False):
         if not _same_rows(inputs, other_inputs, first, second):
             raise ModelRefused(f"an operation before '{name}' {what}. {advice}")
         if not _same_rows(output, other_output, first, second):
