@@ -14,11 +14,12 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr import accounting
-from dpulr.errors import InvalidArgument
+from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.zeroth_order import _WITH_MARGIN as WITH_MARGIN
 from dpulr.mechanisms.zeroth_order import FittedZerothOrder
 from dpulr.model.moved_weights import Direction
 from dpulr.randomness import RandomSource
+from tests.support import zoo
 from tests.support.core import LOSS, accuracy, engine, fit, gradient, normed_mlp, points, rounded, total, train
 
 
@@ -381,3 +382,8 @@ def test_an_attacker_who_searches_the_seed_does_not_find_the_noise(planted: bool
         torch.randn(fitted.dim, generator=generator)
         noise = torch.randn(8, generator=generator).double()
     assert subtracted(fitted.privatise(exact.clone(), noise), seeds, fitted, exact) == planted
+
+
+def test_a_model_that_takes_no_half_precision_is_refused_by_name() -> None:
+    with pytest.raises(ModelRefused, match=r"does not run in bfloat16 \(TypeError: .*leave out precision="):
+        fit(dpulr.ZerothOrder(repeats=1, precision="bfloat16"), zoo.BoxInside())

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from dpulr import validate
 from dpulr.accounting.events import GaussianRelease, Release
 from dpulr.accounting.laplace import CELLS_PER_BOUND, LaplaceRelease
-from dpulr.errors import InvalidArgument
+from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, WorstCase
 from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import call_on_copy
@@ -134,7 +134,15 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
         self.chunks = Chunks(forward, (), self.size, memory_limit)
         self.alone = forward.recordwise or settings.precision == "bfloat16"
         self._public = torch.Generator().manual_seed(seed)
-        self._in_place = not self._takes_moved_weights()
+        try:
+            self._in_place = not self._takes_moved_weights()
+        except Exception as problem:
+            if settings.precision == "float32":
+                raise
+            raise ModelRefused(
+                f"the model does not run in {settings.precision} ({type(problem).__name__}: {problem}). A box of numpy, say, takes "
+                "no such numbers: leave out precision=."
+            ) from problem
 
     @property
     def streams(self) -> list[list[int]]:
