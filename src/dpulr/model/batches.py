@@ -70,7 +70,7 @@ def handed_out(batch: Any) -> Any:
 def _lazily(leaf: Tensor) -> Tensor:
     try:
         return leaf._lazy_clone()
-    except (AttributeError, RuntimeError, NotImplementedError):  # memory that is not torch's own
+    except (AttributeError, RuntimeError):  # memory that is not torch's own
         return leaf.clone()
 
 
