@@ -67,7 +67,7 @@ class Unclipped(Gaussian):
 
 class _WideBits(FittedHiddenDirection):
     def bit(self, difference: Tensor, units: Tensor | None) -> Tensor:
-        return (difference / 0.05).clamp(-2, 2)
+        return (difference / 0.05).nan_to_num(0).clamp(-2, 2)
 
 
 class WideBits(HiddenDirection):

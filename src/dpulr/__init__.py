@@ -5,6 +5,7 @@ Names are loaded when they are first used, so that `dpulr.accounting` starts wit
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from dpulr.scores import evaluate
 
 __version__ = "0.2.0"
+
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+"""MKL, which reads this when it is first used, must round a row alike wherever it lies in memory (model/row_sizes.py)."""
 
 _HOME = {
     "BlackBox": "dpulr.model.black_box",

@@ -36,7 +36,7 @@ from dpulr.model.trained_layers import check_optimizer, find_layers
 from dpulr.model.weights import WeightFunction
 from dpulr.parts import setup
 from dpulr.parts.account import Account
-from dpulr.parts.computing import computing, exact_arithmetic
+from dpulr.parts.computing import computing, exact_arithmetic, trying
 from dpulr.parts.drawing import Batch, Drawing
 from dpulr.parts.loops import Batches, Epochs
 from dpulr.parts.misuse import Watch
@@ -243,6 +243,8 @@ class PrivacyEngine:
         number, (batch, people) = self.steps_taken, self._drawing.taken(inputs, targets)
         device = self.forward.device
         self._noise.prepare()
+        with trying(self.forward):
+            self.fitted.settle_rows()
         with computing(self.forward, self._source):
             public = self.fitted.draw_public(number)
             if people is None:

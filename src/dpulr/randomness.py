@@ -185,6 +185,22 @@ class Directions:
         return [_normalised(part.view(-1, shape[-1])).view(shape) for part, shape in parts]
 
 
+class SameDirections(Directions):
+    """The same directions for every record, of no secret: to see whether all rows are computed alike."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(np.random.default_rng(0), device, dtype)
+
+    def normal(self, *shape: int) -> Tensor:
+        repeats, records, dim = shape
+        return super().normal(repeats, 1, dim).repeat(1, records, 1)
+
+    def spheres(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        flat = torch.cat([self.normal(*shape).flatten() for shape in shapes])  # one buffer, as drawn in earnest
+        parts = zip(flat.split_with_sizes([math.prod(shape) for shape in shapes]), shapes, strict=True)
+        return [_normalised(part.view(-1, shape[-1])).view(shape) for part, shape in parts]
+
+
 def _normalised(rows: Tensor) -> Tensor:
     """Rows brought to length 1 in place, exact to the last digits also in millions of dimensions.
 

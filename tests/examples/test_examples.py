@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 import dpulr
 from dpulr.audit.randomness import Recording
 from dpulr.mechanisms import registry
+from dpulr.mechanisms.base import WITH_MARGIN
 from dpulr.model import layers
 from tests.support.small_cli import child_environment
 
@@ -108,7 +109,7 @@ def test_the_library_takes_the_literal_step(example: ModuleType) -> None:
     dataset = TensorDataset(torch.randn(60, 5), torch.randint(0, 3, (60,)))
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     settings = dpulr.HiddenDirection(
-        repeats=example.REPEATS, radius=example.RADIUS, layer_weights=(example.BOUND,) * 2, subspace=None
+        repeats=example.REPEATS, radius=example.RADIUS, layer_weights=(example.BOUND / WITH_MARGIN,) * 2, subspace=None
     )
     source, released = Recording(insecure_seed=3), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,7 +123,7 @@ def test_the_library_takes_the_literal_step(example: ModuleType) -> None:
         found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         after = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         model.load_state_dict(before)
-        z = directions(source.normals[step], {"0": 7, "2": 3}, example.REPEATS, len(x))
+        z = directions(source.normals[step], {"0": 7, "2": 3}, example.REPEATS, engine.fitted.rows.of(len(x)))
         noise = per_parameter(source.noises[step], before)
         with torch.no_grad():
             wanted = example.literal_step(model, (x, y), z, noise, noise_std=0.7, size=20)
@@ -136,7 +137,7 @@ def test_the_library_takes_the_literal_step(example: ModuleType) -> None:
 
 
 def directions(normals: np.ndarray, dims: dict[str, int], repeats: int, records: int) -> dict[str, torch.Tensor]:
-    """What the library drew, layer by layer, brought to length 1."""
+    """What the library drew, layer by layer, brought to length 1. Passes are filled up with rows that are nobody's."""
     assert len(normals) == repeats * records * sum(dims.values())
     parts = torch.from_numpy(normals).float().split([repeats * records * dim for dim in dims.values()])
     shaped = {name: part.view(repeats, records, dim) for part, (name, dim) in zip(parts, dims.items(), strict=True)}

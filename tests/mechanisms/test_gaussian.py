@@ -33,8 +33,13 @@ def convolutions() -> nn.Module:
 
 
 # --- one step, literally --------------------------------------------------------------------------------------------------
-def literal_gradient(model: nn.Module, data: TensorDataset, settings: dpulr.Gaussian, rate: float, noise: float, seed: int) -> dict:
-    """A step as the documentation says it, record by record and draw by draw, with autograd for the layers' Jacobians."""
+def literal_gradient(
+    model: nn.Module, data: TensorDataset, settings: dpulr.Gaussian, rate: float, noise: float, seed: int, drawn: Any
+) -> dict:
+    """A step as the documentation says it, record by record and draw by draw, with autograd for the layers' Jacobians.
+
+    `drawn` says for how many rows directions are drawn: passes are filled up.
+    """
     source = RandomSource(seed)
     coins, draws = source.numpy("batches"), source.numpy("directions")
     rows = coins.choice(len(data), coins.binomial(len(data), rate), replace=False)
@@ -46,7 +51,8 @@ def literal_gradient(model: nn.Module, data: TensorDataset, settings: dpulr.Gaus
         outputs = settings.space == "output" or (
             settings.space == "auto" and not isinstance(layer, nn.PReLU) and shape.numel() <= count
         )
-        z = torch.from_numpy(draws.standard_normal((settings.repeats, len(rows), shape.numel() if outputs else count), np.float32))
+        dim = shape.numel() if outputs else count
+        z = torch.from_numpy(draws.standard_normal((settings.repeats, drawn(len(rows)), dim), np.float32))
         for i, row in enumerate(rows):
             x, y = data[row]
             signal = torch.zeros(z.shape[2])
@@ -139,7 +145,6 @@ def test_a_step_is_what_the_documentation_says(make: Any, settings: dpulr.Gaussi
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    expected = literal_gradient(model, data, settings, rate=0.5, noise=0.7, seed=12)
     private = engine(
         model,
         data,
@@ -150,6 +155,7 @@ def test_a_step_is_what_the_documentation_says(make: Any, settings: dpulr.Gaussi
         noise_multiplier=0.7,
         insecure_noise_seed=12,
     )
+    expected = literal_gradient(model, data, settings, rate=0.5, noise=0.7, seed=12, drawn=private.fitted.rows.of)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     train(private)
     for name, parameter in model.named_parameters():
@@ -252,7 +258,7 @@ def test_no_record_exceeds_the_bound(clipping: Any, scale: float) -> None:
     fitted, parts = totals(scale, dpulr.Gaussian(repeats=2, clipping=clipping, max_grad_norm=0.5))
     assert all(part.double().norm() <= 0.5 for part in parts)
     if scale == 1e3:
-        assert all(part.double().norm() > 0.4998 for part in parts)  # what is too long is scaled, not dropped
+        assert all(part.double().norm() > 0.4998 * WITH_MARGIN for part in parts)  # what is too long is scaled, not dropped
     if clipping == "per-layer":
         torch.testing.assert_close(fitted.bounds.square().sum(), torch.tensor(0.25))
         for part in parts:
@@ -269,7 +275,7 @@ def test_layer_weights_share_the_bound() -> None:
     fitted, parts = totals(1e6, dpulr.Gaussian(clipping="per-layer", layer_weights=(3.0, 1.0, 1.0, 5.0), max_grad_norm=6.0))
     assert fitted.bounds.tolist() == pytest.approx([3, 1, 1, 5])
     for part in parts:
-        assert [p.norm().item() for p in fitted.parts(part)] == pytest.approx([3, 1, 1, 5], rel=4e-4)
+        assert [p.norm().item() / WITH_MARGIN for p in fitted.parts(part)] == pytest.approx([3, 1, 1, 5], rel=4e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])

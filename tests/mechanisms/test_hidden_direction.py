@@ -37,9 +37,13 @@ def literal_step(
     rate: float,
     seed: int,
     antithetic: bool,
+    drawn: Any,
     kappa: float | None = None,
 ) -> dict:
-    """The formula of docs/theory.md, record by record: linear layers perturb outputs, A is the normalised input."""
+    """The formula of docs/theory.md, record by record: linear layers perturb outputs, A is the normalised input.
+
+    `drawn` says for how many rows directions are drawn: passes are filled up.
+    """
     source = RandomSource(seed)
     coins, draws = source.numpy("batches"), source.numpy("directions")
     rows = coins.choice(len(dataset), coins.binomial(len(dataset), rate), replace=False)
@@ -47,7 +51,7 @@ def literal_step(
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for name, layer in layers.items():
         d = layer.out_features
-        z = torch.from_numpy(draws.standard_normal((repeats, len(rows), d), np.float32))
+        z = torch.from_numpy(draws.standard_normal((repeats, drawn(len(rows)), d), np.float32))
         z = z / z.norm(dim=2, keepdim=True)
         for i, row in enumerate(rows):
             x, y = dataset[row]
@@ -95,9 +99,11 @@ def test_a_step_is_the_literal_step(repeats: int, antithetic: bool, kappa: float
     settings = dpulr.HiddenDirection(
         repeats=repeats, subspace=None, layer_weights=(1.0, 1.0), radius=0.2, antithetic=antithetic, kappa=kappa
     )
-    wanted = literal_step(model, dataset, repeats, 0.2, 0.7, 0.5, seed=5, antithetic=antithetic, kappa=kappa)
     options: dict[str, Any] = {"batch_size": 20, "steps": 1, "noise_multiplier": 0.7, "insecure_noise_seed": 5}
-    train(engine(model, dataset, mechanism=settings, **options))
+    private = engine(model, dataset, mechanism=settings, **options)
+    drawn = private.fitted.rows.of
+    wanted = literal_step(model, dataset, repeats, 0.2, 0.7, 0.5, seed=5, antithetic=antithetic, kappa=kappa, drawn=drawn)
+    train(private)
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, wanted[name], atol=5e-5), name
 

@@ -79,13 +79,13 @@ def test_a_broken_record_leaves_the_others_alone() -> None:
     broken[2] = math.nan
     kept = torch.tensor([True, True, False, True])
     with torch.inference_mode():
-        clean = fitted.forward.passes.clean(x, y)
+        (clean,) = fitted.forward.clean(x, y, rows_of=fitted.rows.of)
         signal = next(fitted.estimates(clean, [None, None], directions(3)))
     some = parts_of(fitted, broken, y, seed=3)
     weight = fitted.weights[0]
     xh = torch.cat([x, torch.ones(4, 1)], 1)
     xh = xh / xh.norm(dim=1, keepdim=True) * kept.unsqueeze(1)
-    assert torch.allclose(some[0][:30].view(5, 6).float(), weight * signal.t() @ xh[:, :-1], atol=1e-3)
+    assert torch.allclose(some[0][:30].view(5, 6).float(), weight * signal[:4].t() @ xh[:, :-1], atol=4e-3)
 
 
 def test_a_rule_whose_gains_do_not_tell_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_raising_is_no_second_draw() -> None:
     records = 4_000
     x, y = torch.zeros(records, 6), torch.zeros(records, dtype=torch.int64)
     with torch.inference_mode():
-        clean = fitted.forward.passes.clean(x, y)
+        (clean,) = fitted.forward.clean(x, y, rows_of=fitted.rows.of)
         assert clean is not None
         signal = next(fitted.estimates(clean, [None, None], directions(11)))
     assert 0 < int((signal == 0).all(1).sum()) < records

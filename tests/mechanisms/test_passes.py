@@ -81,9 +81,12 @@ def test_passes_are_what_a_step_takes(mechanism: Mechanism, passes: int) -> None
     assert mechanism.passes(private.forward.sites) == passes
     batch = next(private.batches())
     assert len(batch[0]) > 0
+    sizes = private.fitted.rows
+    assert sizes is None or sizes.largest > 0  # tried by passes of their own
     counted[0].tally.rows = 0
     private.step(*batch)
-    assert counted[0].tally.rows == passes * len(batch[0])
+    rows = len(batch[0]) if sizes is None else sizes.of(len(batch[0]))
+    assert counted[0].tally.rows == passes * rows
 
 
 @pytest.mark.parametrize("mechanism", [HIDDEN(repeats=2), HIDDEN(repeats=2, antithetic=True), GAUSSIAN(repeats=2)], ids=named)
@@ -91,13 +94,12 @@ def test_a_memory_limit_splits_passes_but_adds_none(mechanism: Mechanism) -> Non
     counted = built(mechanism)
     private = engine(counted, points(60), mechanism=mechanism, replay="hook", batch_size=50, steps=1, memory_limit=30_000)
     batch = next(private.batches())
-    chunks = private.fitted.chunks
-    sizes = [len(part[0]) for part in chunks.records(batch)]
+    rows = private.fitted.rows
+    sizes = [rows.of(len(part[0])) for part, _ in private.fitted.chunks.parts(batch, None, rows.largest)]
     assert len(sizes) > 1
     counted[0].tally.rows = 0
     private.step(*batch)
-    rows = sum(max(size, chunks.least) for size in sizes)  # the last part is filled up
-    assert counted[0].tally.rows == mechanism.passes(private.forward.sites) * rows
+    assert counted[0].tally.rows == mechanism.passes(private.forward.sites) * sum(sizes)
 
 
 def test_one_sided_costs_about_half() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dpulr
 from dpulr.errors import ModelRefused
+from dpulr.mechanisms.base import WITH_MARGIN
 from tests.support.core import LOSS, engine, points, train
 
 STEPS, RADIUS = 4, 0.5
@@ -73,7 +74,7 @@ def test_a_step_is_the_literal_one(bias: bool) -> None:
     z = [nn.functional.normalize(torch.randn(repeats, records, dim), dim=2) for dim in (5, 3)]
     with torch.no_grad():
         (clean,) = private.forward.clean(x, y)
-        total = torch.zeros(private.fitted.size)
+        total = torch.zeros(private.fitted.size, dtype=torch.float64)
         private.fitted.add(clean, [None, None], Given([d.clone() for d in z]), private.fitted.parts(total))
         wanted = {module: [torch.zeros_like(p) for p in module.parameters()] for module in (model.first, model.last)}
         for i in range(records):
@@ -87,7 +88,7 @@ def test_a_step_is_the_literal_one(bias: bool) -> None:
                 for r in range(repeats):
                     move = RADIUS * math.sqrt(layer.out_features) * torch.outer(shares, drawn[r, i])
                     bit = torch.sign(loss_of(model, x[i], y[i], {layer: move})[0] - base)
-                    signal = (1 - 3e-4) * bound / repeats * bit * drawn[r, i]
+                    signal = WITH_MARGIN * bound / repeats * bit * drawn[r, i]
                     if not mean.any():
                         continue
                     wanted[layer][0] += torch.outer(signal, mean[:6] if layer is model.first else mean[:5]) / mean.norm()
@@ -95,7 +96,7 @@ def test_a_step_is_the_literal_one(bias: bool) -> None:
                         wanted[layer][1] += signal / mean.norm()
     expected = torch.cat([part.flatten() for parts in wanted.values() for part in parts])
     assert expected.norm() > 0.5
-    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(total.float(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4, math.inf])

@@ -100,7 +100,7 @@ def test_chunks_of_records_change_nothing() -> None:
     for limit in (None, 20_000):
         fitted, x, y = fitted_to(normed_mlp, dpulr.Paper(**BASE, remedy="auto"), 60, memory_limit=limit)
         sigmas.append([control.sigma for control in total(fitted, x, y).controls])
-    assert len(list(fitted.chunks.records((x, y)))) > 1
+    assert len(list(fitted.chunks.parts((x, y), None, fitted.chunks.most))) > 1
     assert sigmas[0] == pytest.approx(sigmas[1])
 
 
@@ -113,7 +113,7 @@ def test_given_sigma_one_clean_pass_does(make: Any) -> None:
         covariances = total(fitted, x, y).extra
         with torch.inference_mode():
             found.append([covariance.decomposed()[0] for covariance in covariances if covariance is not None])
-    assert len(list(fitted.chunks.records((x, y)))) > 1
+    assert len(list(fitted.chunks.parts((x, y), None, fitted.chunks.most))) > 1
     torch.testing.assert_close(found[0], found[1])
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.accounting.events import HiddenDirectionRelease
+from dpulr.mechanisms.base import WITH_MARGIN
 from dpulr.model import sites
 from dpulr.model.people import People
 from dpulr.randomness import Directions
@@ -143,7 +144,7 @@ def test_hidden_direction_is_the_literal_one() -> None:
                 moved = LOSS(output + length * blocks[: len(rows)], y[rows]).mean() - LOSS(output, y[rows]).mean()
                 for i, block in zip(rows, blocks, strict=False):
                     own = torch.outer(block, torch.cat([x[i], torch.ones(1)])).double()
-                    expected += float(moved.sign()) * (1 - 3e-4) * weight / gain / 2 * own
+                    expected += float(moved.sign()) * WITH_MARGIN * weight / gain / 2 * own
     assert torch.allclose(found, torch.cat([expected[:, :6].flatten(), expected[:, 6]]), atol=1e-6)
 
 
@@ -158,7 +159,7 @@ def test_a_person_s_mean_gradient_is_clipped_as_one() -> None:
         model.zero_grad()
         LOSS(model(x[rows]), y[rows]).mean().backward()
         own = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]).double()
-        expected += own * min(1.0, (1 - 3e-4) * 0.2 / float(own.norm()))
+        expected += own * min(1.0, WITH_MARGIN * 0.2 / float(own.norm()))
     assert torch.allclose(found, expected, atol=1e-6)
 
 

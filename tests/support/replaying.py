@@ -29,7 +29,6 @@ from dpulr import engine as engine_module
 from dpulr.accounting.events import HiddenDirectionRelease
 from dpulr.mechanisms.check import bound_of
 from dpulr.membership import Membership
-from dpulr.model.batches import count, rows
 from dpulr.model.people import People
 from dpulr.randomness import Directions, GaussianNoise, RandomSource
 from dpulr.records import Records
@@ -321,19 +320,10 @@ class Replay:
         chunks = getattr(self.engine.fitted, "chunks", None)
         if chunks is None:
             return
-        for name in ("records", "people"):
-            vars(chunks).pop(name, None)
-        if records is None:
-            return
-        if self.engine.plan.per_person > 1:
-            chunks.people = lambda batch, people: people.parts(batch, records)
-            return
-
-        def parts(batch: Any) -> Iterator[Any]:
-            for start in range(0, count(batch[1]), records):
-                yield rows(batch, start, start + records)
-
-        chunks.records = parts
+        vars(chunks).pop("parts", None)
+        if records is not None:
+            parts = chunks.parts
+            chunks.parts = lambda batch, people, most: parts(batch, people, min(most, records))
 
     def record(self, data: Any, seed: int = 0) -> Recorded:
         """One step on this data. If it has `owners`, people are protected."""

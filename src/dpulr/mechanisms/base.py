@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -24,18 +24,18 @@ from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
 from dpulr.model.people import People
 from dpulr.model.rescue import each_alone
-from dpulr.model.sites import SUMMED_TOGETHER, Bases, PublicBases, Site, Space
+from dpulr.model.row_sizes import Agree, RowSizes, rows_agree
+from dpulr.model.signals import Signal
+from dpulr.model.sites import Bases, PublicBases, Site, Space
+from dpulr.model.trials import other_weights
 from dpulr.plan import Plan, Request, certified_plan
-from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource
+from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource, SameDirections
 
 if TYPE_CHECKING:
     from dpulr.mechanisms.scales import Scales
 
-WITH_MARGIN = 1 - 3e-4
-"""Bounds are met with this much room: rounding of a record's share, and of the others' sum when it is there, stays below it."""
-
-PRECISE_ABOVE = 2_100
-"""Expected batch sizes from which sums are taken in float64 throughout: the rounding of float32 grows with the batch."""
+WITH_MARGIN = 1 - 4e-3
+"""Bounds are met with this much room, which rounding can't exceed, whatever the records are (docs/theory.md, section 9)."""
 
 GRID_BITS = 10
 """The grid of a release is finer than its noise by this power of two."""
@@ -139,11 +139,24 @@ class Mechanism(ABC):
 class FittedMechanism(ABC, Generic[Public]):
     """A mechanism tied to a model and a plan. A release is one flat vector of `size` numbers."""
 
+    forward: Forward
     size: int
     noise_std: float = math.nan
     """Standard deviation of the noise on every number of the release; NaN where it differs between them."""
     shares: int = 1
     """Processes that each add a share of the noise to a sum of their own. The release is then the sum of what they privatise."""
+    chunks: Chunks
+    rows: RowSizes | None = None
+    """How many rows a pass has; None: it is the mechanism's own affair."""
+
+    def row_sizes(self, plan: Plan, agree: Agree) -> RowSizes:
+        """Of several processes, each has its share of a batch."""
+        return RowSizes(lambda: plan.expected_batch_size * plan.per_person / self.shares, self.chunks.most, agree)
+
+    def settle_rows(self) -> None:
+        """Before a step: see how many rows its passes may have. Tried once, on synthetic records."""
+        if self.rows is not None and not self.forward.recordwise:
+            self.rows.settle()
 
     @property
     def streams(self) -> list[list[int]]:
@@ -211,6 +224,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
 
     backward_to: Sequence[int] = ()
     scales: Scales | None = None
+    _own_votes: Tensor | float = 1.0
 
     def __init__(
         self,
@@ -228,9 +242,9 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         self.forward, self.device, self.dtype = forward, forward.device, forward.dtype
         self.sites = [site.within(subspace) for site in forward.sites] if sites is None else list(sites)
         self.noise_std, self.divisor = noise_std, plan.expected_batch_size
-        self.precise = plan.expected_batch_size * plan.per_person > PRECISE_ABOVE
         self.size = sum(self.part_sizes)
         self.chunks = Chunks(forward, self.sites, self.size, memory_limit)
+        self.rows = self.row_sizes(plan, self._rows_agree)
         self._bases = PublicBases(self.sites, torch.Generator().manual_seed(seed), self.dtype, self.device)
 
     @cached_property
@@ -248,35 +262,65 @@ class SitewiseMechanism(FittedMechanism[Bases]):
 
     def _sum(self, batch: Batch, people: People | None, public: Bases, directions: Directions) -> Any:
         total = torch.zeros(self.size, device=self.device, dtype=torch.float64)
-        for chunk, own in self.chunks.people(batch, people):
-            least = 0 if self.forward.recordwise else self.chunks.fewest(own)
-            directions.expect(self.draws(max(count(chunk[1]), least)) if own is None else [])
-            for clean in self.forward.clean(*chunk, self.backward_to, own, least=least):
-                if self.forward.recordwise:
+        alone = self.forward.recordwise
+        assert self.rows is not None
+        for chunk, own in self.chunks.parts(batch, people, self.chunks.most if alone else self.rows.largest):
+            size = 0 if alone else self.rows.of(count(chunk[1]))
+            directions.expect(self.draws(max(size, count(chunk[1]))) if own is None else [])
+            for clean in self.forward.clean(*chunk, self.backward_to, own, rows_of=None if alone else self.rows.of):
+                if alone:
                     self._add_alone(clean, public, directions, total)
-                elif self.precise or clean.records > SUMMED_TOGETHER:
-                    self.add(clean, public, directions, self.parts(total))
                 else:
-                    self._add_few(clean, public, directions, total)
+                    self.add(clean, public, directions, self.parts(total))
         return total
 
-    def _add_few(self, clean: Clean, public: Bases, directions: Directions, total: Tensor) -> None:
-        few = torch.zeros(self.size, device=self.device, dtype=torch.float64 if self.precise else self.dtype)
-        self.add(clean, public, directions, self.parts(few))
-        total += few
+    def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
+        """Add the bounded signals of the records of one clean pass to the parts of the release."""
+        below = torch.zeros(self._votes, clean.records, dtype=torch.bool, device=self.device)
+        for signal in self.signals(clean, public, directions, below):
+            signal.add_to(parts)
+        if self.scales is not None and self._votes:
+            self.scales.count(below, clean.absent, parts[-1], self._own_votes)
+
+    @abstractmethod
+    def signals(self, clean: Clean, public: Bases, directions: Directions, below: Tensor) -> Iterator[Signal]:
+        """The bounded signals of the records of one clean pass, site by site.
+
+        `below` (votes, records) takes what records say about scales: whether they were below them.
+        """
 
     def _add_alone(self, clean: Clean, public: Bases, directions: Directions, total: Tensor) -> None:
         """One record, or person, of a model that reads values: its layers may see shapes of its own, for which a sum raises."""
-        if not each_alone([clean], lambda own: self._add_few(own, public, directions, total)):
+
+        def one(own: Clean) -> None:
+            found = torch.zeros_like(total)
+            self.add(own, public, directions, self.parts(found))
+            total.add_(found)
+
+        if not each_alone([clean], one):
             self.forward.check_alive([0])
+
+    def _rows_agree(self, sizes: Sequence[int]) -> bool:
+        """Tried on synthetic records, with the same directions for each, and with weights that are not the model's own."""
+        public = PublicBases(self.sites, torch.Generator().manual_seed(0), self.dtype, self.device).draw()
+
+        def numbers(batch: Batch) -> Iterator[Tensor]:
+            (clean,) = self.forward.clean(*batch, self.backward_to)
+            yield clean.losses
+            yield from self.numbers(clean, public, SameDirections(self.device, self.dtype))
+
+        with other_weights(self.forward.parameters(), keep=1.0):
+            return rows_agree(numbers, self.forward.probe, sizes)
+
+    def numbers(self, clean: Clean, public: Bases, directions: Directions) -> Iterator[Tensor]:
+        """All that is computed of each record of a clean pass before the sum, a row per record."""
+        below = torch.zeros(self._votes, clean.records, dtype=torch.bool, device=self.device)
+        for signal in self.signals(clean, public, directions, below):
+            yield from signal.per_record()
 
     def draws(self, records: int) -> list[int]:
         """How many normal numbers `add` will draw for so many records, draw by draw: so that they can be drawn ahead."""
         return []
-
-    @abstractmethod
-    def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        """Add the bounded signals of the records of one clean pass to the sites' parts of the release."""
 
     def gradients(self, values: Tensor, public: Bases, into: Gradients) -> None:
         mean = values.div(self.divisor).to(self.dtype)

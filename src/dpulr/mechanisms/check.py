@@ -120,7 +120,8 @@ def _total(
 ) -> tuple[Tensor, bool]:
     """The sum over a batch in which every record draws the same numbers, and whether the model draws any."""
     public_seed(_SEED)
-    records, people = max(len(owners), 1), max(len(set(owners)), 1)
+    more = 0 if fitted.rows is None or forward.recordwise else fitted.rows.of(len(owners)) - len(owners)  # a pass is filled up
+    records, people = max(len(owners), 1) + more, max(len(set(owners)), 1) + more
     directions = _EqualDirections((records, people), forward.device, forward.dtype)
     with EqualRows(records, public=True) as equal:
         if most == 1:

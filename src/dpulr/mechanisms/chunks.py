@@ -10,7 +10,6 @@ from dpulr.errors import InvalidArgument
 from dpulr.model.batches import count, rows
 from dpulr.model.forward import Forward
 from dpulr.model.people import People
-from dpulr.model.rescue import FEWEST_ROWS
 from dpulr.model.sites import Site
 
 _FAST = 64 * 2**20
@@ -35,10 +34,9 @@ class Chunks:
                 f"{fixed + self._record_bytes}."
             )
         self.room = max(2 * _FAST, 4 * self._record_bytes) if memory_limit is None else memory_limit - fixed
-        self.least, self._least_people = min(FEWEST_ROWS, self._size), min(FEWEST_ROWS, (self._size + 1) // 2)
 
     @property
-    def _size(self) -> int:
+    def most(self) -> int:
         """The most records of a clean pass."""
         return max(1, self.room // self._record_bytes)
 
@@ -46,28 +44,14 @@ class Chunks:
         """Bytes that one record costs in one replay: what the pass allocates, its perturbation, the next one, the output."""
         return replay + self._itemsize * (5 * site.full_dim + 3 * math.prod(site.output_shape))
 
-    def records(self, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
-        """The batch in parts whose clean pass, and one pair of replays, stay below the memory limit."""
-        records = count(batch[1])
-        size = self._size
-        if records <= size:
-            if records > 0:
-                yield batch
-            return
-        for start in range(0, records, size):
-            yield rows(batch, start, start + size)
-
-    def people(self, batch: tuple[Any, Any], people: People | None) -> Iterator[tuple[tuple[Any, Any], People | None]]:
-        """The same with whole people, where there are some."""
+    def parts(self, batch: tuple[Any, Any], people: People | None, most: int) -> Iterator[tuple[tuple[Any, Any], People | None]]:
+        """The batch in parts of at most so many records; where there are people, of whole ones."""
         if people is not None:
-            yield from people.parts(batch, self._size - self._least_people + 1)  # there is room to fill up
+            yield from people.parts(batch, most)
             return
-        for part in self.records(batch):
-            yield part, None
-
-    def fewest(self, people: People | None) -> int:
-        """A clean pass of fewer records, or people, is filled up."""
-        return self.least if people is None else self._least_people
+        records = count(batch[1])
+        for start in range(0, records, most):
+            yield (batch if records <= most else rows(batch, start, start + most)), None
 
     def replays(self, bytes_per_record: int, records: int) -> int:
         """How many replays that take so much fit into one pass: below the memory limit, and small enough to stay in the cache."""

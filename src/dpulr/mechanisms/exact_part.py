@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from dpulr.model.layers import Call
 from dpulr.model.passes import Clean
 from dpulr.model.people import People
 from dpulr.model.shared_sites import SharedSite
+from dpulr.model.signals import Signal
 from dpulr.model.sites import Site
 
 if TYPE_CHECKING:
@@ -40,13 +41,10 @@ class ExactPart:
         own = [_per_unit(*one, clean.people) for one in zip(sites, self.calls, self.signals, strict=True)]
         self.signals, self.norms = [signals for signals, _ in own], torch.stack([norms for _, norms in own])
 
-    def add(self, scales: Tensor, parts: Sequence[Tensor], *, precise: bool) -> None:
-        """Add the gradients, each record's times its scale (sites, records), to these sites' parts of a release."""
-        for site, calls, signals, scale, part in zip(self.sites, self.calls, self.signals, scales, parts, strict=True):
-            if isinstance(site, SharedSite):
-                site.add_joint(calls, signals, scale, part, precise=precise)
-            else:
-                site.add(calls[0], signals[0], scale, part, precise=precise)
+    def signals_times(self, scales: Tensor, places: Sequence[int]) -> Iterator[Signal]:
+        """The gradients, each record's times its scale (sites, records). `places`: the numbers of the sites in the release."""
+        for one in zip(places, self.sites, self.calls, self.signals, scales, strict=True):
+            yield Signal(*one)
 
 
 def signals_of(site: Site, calls: Sequence[Call], slopes: Sequence[Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from dpulr.mechanisms.base import WITH_MARGIN, Mechanism, SitewiseMechanism, Wor
 from dpulr.mechanisms.person_norms import per_unit
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
+from dpulr.model.signals import Signal
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -94,13 +95,13 @@ class FittedGaussian(SitewiseMechanism):
         signs = 2 if self.settings.estimator == "antithetic" else 1
         return self.chunks.repeats(signs * self.chunks.row_bytes[index], records, self.settings.repeats)
 
-    def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
+    def signals(self, clean: Clean, public: Bases, directions: Directions, below: Tensor) -> Iterator[Signal]:
         signals = [self.estimate(clean, i, public[i], directions) for i in range(len(self.sites))]
         own = [per_unit(*one, clean.people) for one in zip(self.sites, clean.calls, signals, strict=True)]
         signals, norms = [signal for signal, _ in own], torch.stack([norm for _, norm in own])
         scales = self.forward.weighed(self.clip_factors(norms), clean.targets)
-        for site, call, signal, scale, part in zip(self.sites, clean.calls, signals, scales, parts, strict=True):
-            site.add(call, signal, scale, part, precise=self.precise)
+        for i, (call, signal, scale) in enumerate(zip(clean.calls, signals, scales, strict=True)):
+            yield Signal(i, self.sites[i], [call], [signal], scale)
 
     def estimate(self, clean: Clean, index: int, basis: Tensor | None, directions: Directions) -> Tensor:
         """(records, dim): the estimated gradient of each record's loss with respect to the site's coordinates."""

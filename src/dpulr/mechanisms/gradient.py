@@ -8,7 +8,7 @@ is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -27,6 +27,7 @@ from dpulr.model.equal_rows import EqualRows
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
 from dpulr.model.shared_sites import SharedSite
+from dpulr.model.signals import Signal
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -124,12 +125,12 @@ class FittedGradient(SitewiseMechanism):
         if votes:
             self.scales = self._scales(plan)
 
-    def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
+    def signals(self, clean: Clean, public: Bases, directions: Directions, below: Tensor) -> Iterator[Signal]:
         exact = ExactPart(self.sites, self.forward.uses, clean)
-        factors = self.forward.weighed(self.clip_factors(exact.norms), clean.targets)
-        exact.add(factors, parts[: len(self.sites)], precise=self.precise)
         if self.scales is not None:
-            self.scales.count(self._compared(exact.norms) <= self.scales.values.unsqueeze(1), clean.absent, parts[-1])
+            below.copy_(self._compared(exact.norms) <= self.scales.values.unsqueeze(1))
+        factors = self.forward.weighed(self.clip_factors(exact.norms), clean.targets)
+        yield from exact.signals_times(factors, range(len(self.sites)))
 
     def _compared(self, norms: Tensor) -> Tensor:
         """(bounds, records): the lengths that are held against a bound: of each layer, or of all together."""
@@ -151,13 +152,14 @@ class FittedGradient(SitewiseMechanism):
         with torch.random.fork_rng(), EqualRows(count(self.forward.probe[1])):
             (clean,) = self.forward.clean(*self.forward.probe, self.backward_to)
             exact = ExactPart(self.sites, self.forward.uses, clean)
-            found = torch.zeros(self.size, device=self.device, dtype=self.dtype)
-            exact.add(torch.ones_like(exact.norms), self.parts(found)[: len(self.sites)], precise=False)
+            found = torch.zeros(self.size, device=self.device, dtype=torch.float64)
+            for signal in exact.signals_times(torch.ones_like(exact.norms), range(len(self.sites))):
+                signal.add_to(self.parts(found))
         expected = self.forward.weight_gradients()
         for place, site in shared:
             own = site.rule.split(self.parts(found)[place])
             for name, parameter in site.parameters.items():
-                wanted = expected[parameter]
+                wanted = expected[parameter].double()
                 if not torch.allclose(own[name], wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())):
                     raise ModelRefused(
                         f"parameter '{name}' of {site.label} is used outside of these layers, too (tied by hand, or a penalty in "

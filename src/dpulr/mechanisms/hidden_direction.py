@@ -32,6 +32,7 @@ from dpulr.model.forward import Forward
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move
 from dpulr.model.people import People
+from dpulr.model.signals import Signal
 from dpulr.model.sites import Bases, Site, Space
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
@@ -238,26 +239,22 @@ class FittedHiddenDirection(SitewiseMechanism):
         self._own_votes = torch.tensor(voters[: self._votes], device=self.device).eq(rank).double()
 
     # --- one step -----------------------------------------------------------------------------------------------------
-    def add(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor]) -> None:
-        below = torch.zeros(self._votes, clean.records, dtype=torch.bool, device=self.device)
+    def signals(self, clean: Clean, public: Bases, directions: Directions, below: Tensor) -> Iterator[Signal]:
         if any(self._own_repeats):
-            self._add_hidden(clean, public, directions, parts, below)
+            yield from self._hidden_signals(clean, public, directions, below)
         if self.layout.exact is not None and self._owns_exact:
-            self._add_exact(clean, public, parts, below)
-        if self.scales is not None and self._votes:
-            self.scales.count(below, clean.absent, parts[-1], self._own_votes)
+            yield from self._exact_signals(clean, public, below)
 
-    def _add_exact(self, clean: Clean, public: Bases, parts: list[Tensor], below: Tensor) -> None:
+    def _exact_signals(self, clean: Clean, public: Bases, below: Tensor) -> Iterator[Signal]:
         if self.backward_to:
             exact = self._exact_part(clean)
             factors = self._exact_factors(torch.linalg.vector_norm(exact.norms, dim=0), clean, below)
-            own = [parts[i] for i in self.layout.backward_to]
-            exact.add(factors.expand_as(exact.norms), own, precise=self.precise)
+            yield from exact.signals_times(factors.expand_as(exact.norms), self.layout.backward_to)
             return
         index = len(self.sites) - 1
         site, call = self.sites[index], clean.calls[self.forward.uses[index][0]]
         signal, norms = per_unit(site, call, self.slopes(clean, index, public[index]), clean.people)
-        site.add(call, signal, self._exact_factors(norms, clean, below), parts[index], precise=self.precise)
+        yield Signal(index, site, [call], [signal], self._exact_factors(norms, clean, below))
 
     def _exact_part(self, clean: Clean) -> ExactPart:
         places = self.layout.backward_to
@@ -272,7 +269,7 @@ class FittedHiddenDirection(SitewiseMechanism):
             below[-1] = norms <= self.scales.values[-1]
         return self.forward.weighed(bound / torch.maximum(norms, self.scales.values[-1]), clean.targets)
 
-    def _add_hidden(self, clean: Clean, public: Bases, directions: Directions, parts: list[Tensor], below: Tensor) -> None:
+    def _hidden_signals(self, clean: Clean, public: Bases, directions: Directions, below: Tensor) -> Iterator[Signal]:
         calls = self.forward.calls(clean)
         gains, groups = self._gains(calls, clean.people), self.layout.hidden_groups
         reach = None if self.scales is None else reaches(self.sites, groups, gains)
@@ -285,7 +282,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         own = [groups[g] for together, _ in self._passes(clean.records) for g in together]
         for group, estimate in zip(own, estimates, strict=True):
             for i, signal in zip(group, shares(self.sites, group, estimate), strict=True):
-                self.sites[i].add(calls[i], signal, scales[i], parts[i], finite=finite, precise=self.precise)
+                yield Signal(i, self.sites[i], [calls[i]], [signal], scales[i], finite=finite)
 
     def _gains(self, calls: Sequence[Call], people: People | None) -> Tensor:
         """(hidden sites, records); a person's records have one, of all of them together."""
@@ -328,6 +325,22 @@ class FittedHiddenDirection(SitewiseMechanism):
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums
+
+    def numbers(self, clean: Clean, public: Bases, directions: Directions) -> Iterator[Tensor]:
+        """Differences of losses rather than their signs, which hide what is computed."""
+        calls = self.forward.calls(clean)
+        yield from (call.input for call in calls)
+        if self.hidden:
+            yield self._gains(calls, None).t()
+        for groups, parts in self._passes(clean.records):
+            for repeats in parts:
+                dims = [self.layout.dims[g] // self.settings.per_person for g in groups]  # of people with one record
+                z = directions.spheres([(repeats, clean.records, dim) for dim in dims])
+                yield from (*(draws.movedim(1, 0) for draws in z), self.difference(clean, groups, z, public).movedim(2, 0))
+        if self.layout.exact is not None:
+            below = torch.zeros(self._votes, clean.records, dtype=torch.bool, device=self.device)
+            for signal in self._exact_signals(clean, public, below):
+                yield from signal.per_record()
 
     def _passes(self, records: int) -> list[tuple[list[int], list[int]]]:
         """Hidden groups of this rank that share their passes, as many as there is room for, and how many repeats each pass has.

@@ -31,6 +31,8 @@ from dpulr.model.batches import call_on_copy
 from dpulr.model.forward import Forward
 from dpulr.model.moved_weights import BLOCK, Direction, Moved, put_back_later
 from dpulr.model.people import People
+from dpulr.model.rescue import not_too_few
+from dpulr.model.row_sizes import rows_agree
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
 from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource, public_seed
@@ -133,6 +135,7 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
                 self.dim += parameter.numel()
         self.chunks = Chunks(forward, (), self.size, memory_limit)
         self.alone = forward.recordwise or settings.precision == "bfloat16"
+        self.rows = None if self.alone else self.row_sizes(plan, self._rows_agree)
         self._public = torch.Generator().manual_seed(seed)
         try:
             self._in_place = not self._takes_moved_weights()
@@ -143,6 +146,15 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
                 f"the model does not run in {settings.precision} ({type(problem).__name__}: {problem}). A box of numpy, say, takes "
                 "no such numbers: leave out precision=."
             ) from problem
+
+    def _rows_agree(self, sizes: Sequence[int]) -> bool:
+        """Tried on synthetic records."""
+
+        def numbers(batch: Batch) -> list[Tensor]:
+            output, losses = self._run(self.direction(1), _TRIED, *batch)
+            return [losses, *(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and len(leaf) == len(losses))]
+
+        return rows_agree(numbers, self.forward.probe, sizes)
 
     @property
     def streams(self) -> list[list[int]]:
@@ -172,7 +184,7 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
 
     def _sum(self, batch: Batch, people: People | None, public: Seeds) -> Tensor:
         total = torch.zeros(self.size, device=self.forward.device, dtype=torch.float64)
-        for chunk, own in self.chunks.people(batch, people):
+        for chunk, own in self.chunks.parts(batch, people, self.chunks.most if self.rows is None else self.rows.largest):
             slopes = torch.stack([self.slopes(*chunk, self.direction(seed)) for seed in public], dim=1)
             bounded = self.clipped(slopes, own).t()
             total += (bounded if own is not None else self.forward.weighed(bounded, chunk[1])).sum(1)
@@ -213,14 +225,18 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
             targets,
             alone=self.alone,
             alive=lambda: self.forward.check_alive([]),
-            least=self.chunks.least,
+            size=not_too_few if self.rows is None else self.rows.of,
         )
 
     def _pass(self, direction: Direction, length: float, inputs: Any, targets: Any) -> Tensor:
+        return self._run(direction, length, inputs, targets)[1]
+
+    def _run(self, direction: Direction, length: float, inputs: Any, targets: Any) -> tuple[Any, Tensor]:
+        """The model's output and the losses with weights moved so far."""
         move = self._moved_in_place if self._in_place else partial(Moved, self.offsets)
         with move(direction, length), self._precision():
             output = call_on_copy(self.forward.model, inputs)
-        return self.forward.loss_fn(pytree.tree_map(_in_full, output), targets)
+        return output, self.forward.loss_fn(pytree.tree_map(_in_full, output), targets)
 
     @contextmanager
     def _moved_in_place(self, direction: Direction, length: float) -> Iterator[None]:

@@ -22,11 +22,14 @@ from dpulr.model.equal_rows import EqualRows
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Passes, Shift
 from dpulr.model.people import People
-from dpulr.model.rescue import FEWEST_ROWS, each_alone, filled, of_each, together_or_apart, without_raising
+from dpulr.model.rescue import each_alone, filled, not_too_few, of_each, together_or_apart, without_raising
 from dpulr.model.shared_sites import RepeatedSite
 from dpulr.model.sites import Site
 from dpulr.model.weights import RecordWeights, WeightFunction
 from dpulr.model.whole_passes import RecordwisePasses
+
+Size = Callable[[int], int]
+"""How many rows a pass for so many records has."""
 
 
 class Forward:
@@ -77,22 +80,29 @@ class Forward:
                 module.training = not training
 
     def clean(
-        self, inputs: Any, targets: Any, backward_to: Sequence[int] = (), people: People | None = None, *, least: int = 0
+        self,
+        inputs: Any,
+        targets: Any,
+        backward_to: Sequence[int] = (),
+        people: People | None = None,
+        *,
+        rows_of: Size | None = None,
     ) -> list[Clean]:
         """Clean passes over the records for which they don't raise: one for all; or one per record (or person), where no joint
         pass succeeds.
 
         A model that reads values sees one record at a time anyway: what it does with one says nothing about the next.
-        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`). A pass of fewer than `least` records (or
-        people) is filled up with synthetic ones, which say nothing: for a few rows torch has other kernels, which round otherwise.
+        `backward_to` are layers at whose outputs the gradient is wanted (`slopes`). A pass for n records has
+        `rows_of(n)` rows: it is filled up with synthetic ones, which say nothing (model/row_sizes.py).
         """
         records, everybody = count(targets), (inputs, targets)
 
-        def run(batch: tuple[Any, Any], people: People | None, raised: Sequence[int] = (), *, least: int = least) -> Clean:
+        def run(batch: tuple[Any, Any], people: People | None, raised: Sequence[int] = (), *, fill: bool = True) -> Clean:
             own = count(batch[1])
-            more = 0 if self.recordwise else max(0, least - (own if people is None else people.count))
+            more = rows_of(own) - own if fill and rows_of is not None and not self.recordwise else 0
             clean = self._clean(filled(batch, row(self.probe, 0), absent=raised, more=more), backward_to)
             clean.people = None if people is None else people.joined_by(more)
+            clean.alone = 1 if rows_of is None else rows_of(1)
             return clean.leave_out([*raised, *range(own, own + more)])
 
         def apart() -> list[Clean]:
@@ -112,7 +122,7 @@ class Forward:
         def survivors(batch: tuple[Any, Any], people: People | None) -> Clean | None:
             return without_raising(
                 range(count(batch[1])),
-                lambda i: run(row(batch, i), None, least=0),
+                lambda i: run(row(batch, i), None, fill=False),
                 lambda raised: run(batch, people, raised),
             )
 
@@ -191,7 +201,7 @@ class Forward:
             joint = without_raising(places, one, others)
             if joint is None and not self.recordwise:
                 losses.fill_(math.nan)
-                each_alone(places, partial(one, least=FEWEST_ROWS))
+                each_alone(places, partial(one, least=clean.alone))
             return losses if joint is None else joint
 
         alive = [move.site_index for move in moves]
@@ -231,12 +241,12 @@ class Forward:
         *,
         alone: bool,
         alive: Callable[[], None],
-        least: int = FEWEST_ROWS,
+        size: Size = not_too_few,
     ) -> Tensor:
         """`run(inputs, targets)`, one loss per record; NaN for a record for which it raises. `alone`: one record at a time."""
         nan = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
         batch, nobody = (inputs, targets), row(self.probe, 0)
-        return of_each(lambda part: run(*part), batch, nobody, nan, alone=alone, alive=alive, least=least)
+        return of_each(lambda part: run(*part), batch, nobody, nan, alone=alone, alive=alive, size=size)
 
     def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(repeats, records) losses with every site shifted in one pass, and the inputs that the sites saw (0 where it raised)."""

@@ -68,7 +68,8 @@ class Clean:
     """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs.
 
     `people` says which rows belong to one person, where people are protected rather than records. `absent` are rows whose record's
-    pass raises: something public stands in their place, their loss is NaN, their gradient 0.
+    pass raises: something public stands in their place, their loss is NaN, their gradient 0. `alone` is how many rows a pass for
+    one of these records has.
     """
 
     inputs: Any
@@ -80,6 +81,7 @@ class Clean:
     slopes: list[Tensor] = field(default_factory=list)
     people: People | None = None
     absent: list[int] = field(default_factory=list)
+    alone: int = 1
     _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     @property

@@ -23,6 +23,11 @@ FEWEST_ROWS = 8
 """Passes of fewer records are filled up: torch has other kernels for one, two and three rows, which round differently."""
 
 
+def not_too_few(records: int) -> int:
+    """How many rows a pass for so many records has, where nothing better is known (model/row_sizes.py)."""
+    return max(records, FEWEST_ROWS)
+
+
 def together_or_apart(together: Callable[[], Value], apart: Callable[[], Value], alive: Callable[[], None]) -> Value:
     """`together()`; if that raises, `apart()`. `alive` raises what may be seen: an error that says nothing about any record."""
     with suppress(Exception):  # whatever a black box may raise: it is forgotten, so that no later error shows it as its context
@@ -64,14 +69,17 @@ def of_each(
     *,
     alone: bool,
     alive: Callable[[], None],
-    least: int = FEWEST_ROWS,
+    size: Callable[[int], int] = not_too_few,
 ) -> Tensor:
-    """`run(batch)`, a row per record; for a record for which it raises the row of `missing`. `alone`: one record at a time."""
+    """`run(batch)`, a row per record; for a record for which it raises the row of `missing`. `alone`: one record at a time.
+
+    `size` says how many rows a pass for so many records has.
+    """
     records, found = batches.count(batch), missing.clone()
 
     def together(part: Any, raised: Sequence[int] = ()) -> Tensor:
         own = batches.count(part)
-        values = run(filled(part, nobody, absent=raised, more=least - own))[:own]
+        values = run(filled(part, nobody, absent=raised, more=size(own) - own))[:own]
         for i in raised:
             values[i] = missing[i]
         return values

@@ -97,14 +97,12 @@ class SharedSite(Site):
                 total[keys[name]] = total[keys[name]] + gradient if keys[name] in total else gradient
         return flat_norm(torch.cat([gradient.flatten(1) for gradient in total.values()], dim=1))
 
-    def add_joint(
-        self, calls: Sequence[Call], signals: Sequence[Tensor], scale: Tensor, part: Tensor, *, precise: bool = False
-    ) -> None:
+    def add_joint(self, calls: Sequence[Call], signals: Sequence[Tensor], scale: Tensor, part: Tensor) -> None:
         """Add the sum over records and uses of scale_i times the gradient. A record of which one use is not finite adds nothing."""
         views = self.rule.split(part)
         for site, call, signal, keys in zip(self.members, calls, signals, self._keys, strict=True):
             own = torch.zeros(site.size, dtype=part.dtype, device=part.device)
-            site.add(call, signal, scale, own, precise=precise)
+            site.add(call, signal, scale, own)
             for name, gradient in site.rule.split(own).items():
                 views[keys[name]] += gradient
 
@@ -128,7 +126,7 @@ class SharedSite(Site):
     def gains(self, call: Call) -> Tensor:
         raise TypeError("shared parameters have no gain")
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
         raise TypeError("shared parameters are added over all uses: add_joint")
 
 
@@ -177,8 +175,8 @@ class RepeatedSite(SharedSite):
     def gains(self, call: Call) -> Tensor:
         return self._one.gains(call)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
-        self._one.add(call, signal, scale, part, finite=finite, precise=precise)
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
+        self._one.add(call, signal, scale, part, finite=finite)
 
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
         self._one.lift(part, basis, {name: into[key] for name, key in self._keys[0].items()})

@@ -25,7 +25,7 @@ from dpulr.norms import flat_norm
 Space = Literal["auto", "output", "weight", "known-output"]
 """Where noise goes in. "auto": the smaller space; "known-output": the output wherever a layer has a rule for it."""
 _MOST_AHEAD, _NUMBERS_AHEAD = 64, 2**17
-SUMMED_TOGETHER = 256
+SUMMED_TOGETHER = 128
 """Records whose gradients are added in the model's own precision; these sums are added in float64 (docs/theory.md, section 9)."""
 
 
@@ -136,11 +136,11 @@ class Site(ABC):
         """For each record a bound on how much longer than its signal its gradient can be."""
 
     @abstractmethod
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
         """Add sum_i scale_i * gradient_i to the site's part of the release. A record that is not finite adds nothing.
 
-        `finite` says that there is none: that saves reading the input once more. A part in float64 takes any number of records; one
-        in the model's own precision takes few (SUMMED_TOGETHER). `precise` computes all of it in float64.
+        `finite` says that there is none: that saves reading the input once more. `part` is in float64. A few records at a time
+        (SUMMED_TOGETHER) are added up in the model's own precision; all is in float64 where the terms of a record may cancel.
         """
 
     @staticmethod
@@ -198,7 +198,7 @@ class OutputSite(Site):
     def gains(self, call: Call) -> Tensor:
         return self.rule.gains(call)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
         scaled = signal * scale.unsqueeze(1)
         if not finite:
             factor = self.rule.factor(call)
@@ -206,7 +206,7 @@ class OutputSite(Site):
                 good = torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1)
                 bad = ~(good & torch.isfinite(scaled).all(1))
                 call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
-        if precise:
+        if self.rule.sums_positions(call):
             call, scaled = call.doubled(), scaled.double()
         if part.dtype == scaled.dtype:
             self.rule.add_gradient(call, self.shaped(scaled, call), self._views(part))
@@ -267,7 +267,7 @@ class WeightSite(Site):
     def gains(self, call: Call) -> Tensor:
         return call.output.new_ones(call.records)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, precise: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
         self.add_record_gradients(signal, scale, part)
 
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:

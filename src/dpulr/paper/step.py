@@ -94,7 +94,7 @@ class FittedPaper(FittedMechanism[StepSettings]):
 
     def sum_of_bounded_signals(self, batch: Batch, public: StepSettings, directions: Directions) -> PaperTotal:
         """Sum of the clipped gradients. To choose sigma, the controller needs the clean losses and Jacobians of the whole batch."""
-        chunks = list(self.chunks.records(batch))
+        chunks = [part for part, _ in self.chunks.parts(batch, None, self.chunks.most)]
         given_sigma = self.settings.remedy == "extra-noise"
         precise = self.dtype if given_sigma else torch.float64  # eq:sigma needs the smallest eigenvalue
         covariances = [Covariance(blocks, precise, self.device) for blocks in self.blocks]

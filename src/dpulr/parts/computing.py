@@ -26,6 +26,18 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def trying(forward: Forward) -> Iterator[None]:
+    """The same, with the model in the mode that was checked, and nothing private."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        exact_arithmetic(forward.device),
+        forward.checked_mode(),
+        without_compiling(forward.model),
+    ):
+        yield
+
+
+@contextmanager
 def computing(forward: Forward, source: RandomSource) -> Iterator[None]:
     """The same, with the model in the mode that was checked, and with secret randomness in it."""
     with (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpulr.model.layers.base import Call, WeightDeltas, WeightLinearRule, not_cancelled, numel
-from dpulr.norms import row_norm, safe_row_norm
+from dpulr.norms import flat_norm, row_norm, safe_row_norm
 
 
 class AffineRule(WeightLinearRule):
@@ -56,14 +56,14 @@ class AffineRule(WeightLinearRule):
         bound = row_norm(self._lengths(x).double() * _lengths(u)).to(u.dtype)
         if positions == 1:
             return bound
+        x, u = x.double(), u.double()  # the sum may cancel: a norm that comes out too small would let a record through
         if _gradient_is_smaller(positions, u.shape[3], x.shape[3]):
             square = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
             if "weight" in self.parameters:
                 square = square + (u.transpose(2, 3) @ x).square().sum((1, 2, 3))
             if "bias" in self.parameters:
                 square = square + u.sum(2).square().sum((1, 2))
-            return not_cancelled(square.sqrt(), bound)
-        x, u = x.double(), u.double()  # the sum may cancel: a norm that comes out too small would let a record through
+            return not_cancelled(square.sqrt().to(bound.dtype), bound)
         gram = x @ x.transpose(2, 3) if "weight" in self.parameters else torch.zeros_like(x[..., :1])
         if "bias" in self.parameters:
             gram = gram + 1
@@ -81,7 +81,7 @@ class AffineRule(WeightLinearRule):
                 for g in range(u.shape[1]):
                     buffer[g].addmm_(u[:, g].reshape(-1, u.shape[3]).t(), x[:, g].reshape(-1, x.shape[3]))
         if "bias" in into:
-            into["bias"] += u.sum((0, 2)).flatten()
+            into["bias"] += u.sum(2).sum(0).flatten()
 
     def weight_gradients(self, x: Tensor, u: Tensor) -> Tensor:
         """(records, groups, outputs, features): every record's own gradient, from the input and a grouped signal."""
@@ -173,6 +173,23 @@ class ConvRule(AffineRule):
                 *[s * step for s, step in zip(strides, stride, strict=True)],
             ),
         )
+
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        """Of the very gradients that are added up, where these are made: then it does not matter how their terms cancel."""
+        own = self.record_gradients(call, signal) if self._positions(call) > 1 else None
+        if own is None:
+            return super().norms(call, signal)
+        seen = flat_norm(call.input) * math.sqrt(numel(self.module.kernel_size))  # by all patches together, at most
+        bound = torch.hypot(seen, seen.new_full((), math.sqrt(self._positions(call))))
+        return not_cancelled(flat_norm(own), bound * flat_norm(signal))
+
+    def sums_positions(self, call: Call) -> bool:
+        weight, positions = self.module.weight, self._positions(call)
+        return positions > 1 and not _gradient_is_smaller(positions, len(weight) // self.module.groups, numel(weight.shape[1:]))
+
+    @staticmethod
+    def _positions(call: Call) -> int:
+        return numel(call.output.shape[2:])
 
     def _lines(self, x: Tensor) -> Tensor:
         """View of the input, with patches along all axes but the first: (records, groups, channels, *taps, lines, *positions)."""

@@ -208,6 +208,10 @@ class LayerRule:
         """What a signal is multiplied with to become a gradient, one row per record."""
         return call.input
 
+    def sums_positions(self, call: Call) -> bool:
+        """Whether `add_gradient` adds up a record's positions and the records in one sum: terms may then cancel, so it is exact."""
+        return call.output.dim() > 2
+
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         """Add sum_i J_i^T signal_i to `into`, one buffer per parameter."""
         raise TypeError(f"{type(self.module).__name__} has no output space")

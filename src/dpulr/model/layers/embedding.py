@@ -32,12 +32,16 @@ class EmbeddingRule(WeightLinearRule):
 
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         """Positions are added up where their token comes first: no squares that cancel."""
-        u, same = self._rows(call, signal), self._same(call)
+        u, same = self._rows(call, signal).double(), self._same(call)
         first = same & (same.cumsum(2) == 1)
-        return not_cancelled(flat_norm(first.to(u.dtype).transpose(1, 2) @ u), flat_norm(u * same.any(1).unsqueeze(2)))
+        norm = not_cancelled(flat_norm(first.to(u.dtype).transpose(1, 2) @ u), flat_norm(u * same.any(1).unsqueeze(2)))
+        return norm.to(signal.dtype)
 
     def gains(self, call: Call) -> Tensor:
         return self._same(call).sum(2).amax(1).to(call.output.dtype).sqrt()
+
+    def sums_positions(self, call: Call) -> bool:
+        return self._tokens(call).shape[1] > 1
 
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         u = self._rows(call, signal).flatten(0, 1)

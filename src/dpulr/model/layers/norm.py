@@ -54,6 +54,9 @@ class ScaleRule(WeightLinearRule):
             square = square + v.shape[1]
         return square.amax(1).sqrt().to(call.output.dtype)
 
+    def sums_positions(self, call: Call) -> bool:
+        return False
+
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         for name, part in self._per_record(call, signal).items():
             into[name] += part.sum(0).view_as(into[name])

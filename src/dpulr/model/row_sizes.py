@@ -1,0 +1,113 @@
+"""How many rows a pass has: so many that a record's numbers are the same to the last bit wherever its row stands.
+
+Matrix products and vectorised loops may round a row differently by its place and by the number of rows. Then one record more would
+change the last bits of others, and a sign can be made of just these bits (docs/theory.md, section 9). So passes have one of a few
+sizes, filled up with synthetic rows, and these sizes are tried before they are used: synthetic records must give the same numbers
+in whatever place they are put, and in every size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpulr.model.batches import choose, row, synthetic
+from dpulr.model.equal_rows import EqualRows
+from dpulr.model.trials import SEED
+
+_COMPARED = 600
+_FEWEST = 16
+"""Below that, loops over records are not computed by whole vectors."""
+_SPREAD = 4.0
+_COARSER = 4
+Agree = Callable[[Sequence[int]], bool]
+"""Whether the rows of one record agree to the last bit in all places of passes of all these sizes."""
+
+
+class RowSizes:
+    """The sizes of a run's passes: found when they are first asked for, and again when torch computes with other threads.
+
+    expected  rows of an average batch: public
+    most      rows that fit into one pass
+    agree     tries sizes on synthetic records
+    alone     no sizes were found, not even a single one: each record has a pass of its own
+    """
+
+    def __init__(self, expected: Callable[[], float], most: int, agree: Agree) -> None:
+        self._expected, self._most, self._agree = expected, most, agree
+        self._threads, self._sizes, self.alone = 0, list[int](), False
+
+    @property
+    def sizes(self) -> list[int]:
+        """From the smallest to the largest."""
+        self.settle()
+        return self._sizes
+
+    def settle(self) -> None:
+        """Find the sizes, unless they are known."""
+        if self._threads != torch.get_num_threads():
+            self._threads, self._sizes = torch.get_num_threads(), self._found(max(1.0, self._expected()))
+
+    @property
+    def largest(self) -> int:
+        """How many records a pass takes."""
+        return 1 if self.alone else self.sizes[-1]
+
+    def of(self, rows: int) -> int:
+        """The size of a pass for so many rows. More than the largest has only one person, who then is alone in a pass."""
+        return next((size for size in self.sizes if size >= rows), rows)
+
+    def _found(self, expected: float) -> list[int]:
+        unit = max(_FEWEST, 2 ** round(math.log2(expected) / 2))
+        choices = [self._multiples(unit << coarser, expected) for coarser in range(_COARSER)]
+        choices.append(choices[-1][-1:])
+        found = next((sizes for sizes in choices if self._agree(sizes)), None)
+        self.alone = found is None
+        return found or [min(_FEWEST, self._most)]
+
+    def _multiples(self, unit: int, expected: float) -> list[int]:
+        """Multiples of `unit` that nearly all batches lie between; one size only where memory is short."""
+        spread = _SPREAD * math.sqrt(expected)
+        first, last = (max(1, math.ceil((expected + way) / unit)) for way in (-spread, spread))
+        return [unit * i for i in range(first, last + 1) if unit * i <= self._most] or [self._most]
+
+
+def rows_agree(numbers: Callable[[Any], Iterable[Tensor]], probe: Any, sizes: Sequence[int]) -> bool:
+    """Whether `numbers` of a batch, a row per record, are the same to the last bit for a record in any place of all sizes.
+
+    Synthetic records, shaped like those of `probe`, are put into places at random: in every size at least once, in small ones more
+    often, so that some hundred places are compared. (Few rows differ where rows differ at all: the last ones, or every second.)
+    """
+    device = next(leaf for leaf in pytree.tree_leaves(probe) if isinstance(leaf, Tensor)).device
+    generator = torch.Generator().manual_seed(SEED)
+    some = synthetic(row(probe, 0), max(sizes), generator, device)
+
+    def found(chosen: Tensor) -> list[Tensor]:
+        with EqualRows(len(chosen), public=True):
+            return [_digests(values) for values in numbers(choose(some, chosen))]
+
+    with torch.inference_mode(), torch.random.fork_rng():
+        first = found(torch.arange(max(sizes), device=device))
+        for size in sizes:
+            for _ in range(-(-_COMPARED // (size * len(sizes)))):
+                chosen = torch.randperm(max(sizes), generator=generator)[:size].to(device)
+                own = found(chosen)
+                if len(own) != len(first) or not all(torch.equal(a, b[chosen]) for a, b in zip(own, first, strict=True)):
+                    return False
+    return True
+
+
+def _digests(values: Tensor) -> Tensor:
+    """(records,): a whole number for each row, made of all bits of its numbers: rows are compared without being kept."""
+    flat = values.reshape(len(values), math.prod(values.shape[1:]))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten(1)
+    if flat.is_floating_point():
+        flat = flat.double().nan_to_num(nan=0.5).add(0.0).view(torch.int64)  # -0 is 0
+    factors = torch.randint(2**62, (flat.shape[1],), generator=torch.Generator().manual_seed(SEED)).to(flat.device)
+    return (flat.long() * (2 * factors + 1)).sum(1)
