@@ -269,7 +269,7 @@ def test_clipping_holds_where_float32_cancels(kind: str, left: float) -> None:
     scale = (1 / site.norms(call, u.flatten(1))).clamp(max=1)
     for i in range(records):
         one = Call((x[i : i + 1],), {}, call.output[i : i + 1])
-        part = torch.zeros(site.size)
+        part = torch.zeros(site.size, dtype=torch.float64)
         with torch.inference_mode():
             site.add(one, u[i : i + 1].flatten(1), scale[i : i + 1], part)
         assert part.norm() < 1.01
@@ -301,7 +301,7 @@ def test_bounds_hold_at_extreme_scales(kind: str, size: float) -> None:
     for name, (signal, scale) in signals.items():
         for i in range(8):
             one = Call((x[i : i + 1],), {}, call.output[i : i + 1])
-            part = torch.zeros(site.size)
+            part = torch.zeros(site.size, dtype=torch.float64)
             with torch.inference_mode():
                 site.add(one, signal[i : i + 1], scale[i : i + 1], part)
             assert part.double().norm() < 1.001, name
