@@ -58,6 +58,7 @@ ELSEWHERE = {  # how a command begins, and why it is not run here
 ADDED = {  # what makes a command short; the rest of it stays as printed
     "dpulr train": "--steps 2",
     "dpulr train --model hf:": "--steps 2 --batch-size 20 --tokens 8",
+    "dpulr resume RUN --epsilon 3": "--steps 20",
     "dpulr tune --space": "--steps 2 --runs 1.5",
     "dpulr audit": "--trials 300",
     "dpulr audit --mechanism paper": "",
@@ -167,7 +168,7 @@ def for_language_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Path("FOLDER").mkdir()
     tiny_bert.save(Path("FOLDER"))
-    Path("reviews.csv").write_text("text,label\n" + "a very good film,1\na bad film,0\n" * 100)
+    Path("reviews.csv").write_text("text,label\n" + "a very good film,1\na bad film,0\n" * 400)
 
 
 def for_users(monkeypatch: pytest.MonkeyPatch) -> None:
