@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +18,9 @@ from types import ModuleType
 import pytest
 import torch
 from torch.utils.data import TensorDataset
-from typer.main import get_command
 
 import dpulr
 from dpulr import cli
-from dpulr.cli.app import app
-from reproduction.__main__ import parser as reproduction_parser
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "dpulr"
@@ -299,75 +295,7 @@ train, model = Subset(dpulr.data.load("mnist")[0], range(2_000)), dpulr.models.m
     assert 0.5 < float(epsilon) < 1.05
 
 
-# --- commands -------------------------------------------------------------------------------------------------------------
-PROGRAM_NAMES = ("dpulr", "make", "pip", "python", "torchrun", "npm")
-
-
-def lines_of(page: Path) -> list[str]:
-    """The commands of a page: in ```sh blocks, and those that are indented."""
-    text = page.read_text()
-    plain = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
-    indented = re.findall(rf"^    (?:\$ )?((?:{'|'.join(PROGRAM_NAMES)}) .*(?:(?<=\\)\n.*)*)", plain, re.MULTILINE)
-    listed = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
-    return [*(line for line in listed if line.strip()), *(line.replace("\\\n", " ") for line in indented)]
-
-
-COMMANDS = [(page.name, shlex.split(line, comments=True)) for page in [*PAGES, *DEEPER] for line in lines_of(page)]
-OWN_COMMANDS = [(page, words[1:]) for page, words in COMMANDS if words[0] == "dpulr"]
-
-
-def is_quick(arguments: list[str]) -> bool:
-    """What is done as it stands in the quick tier; else it is done in the slow one, or it must be understood."""
-    return arguments[0] == "train" or "--dims" in arguments or arguments[:2] in (["data", "schema"], ["data", "list"])
-
-
-@pytest.mark.parametrize(
-    ("page", "arguments"), OWN_COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
-)
-def test_commands_are_understood(page: str, arguments: list[str]) -> None:
-    """All options of every command exist and have values that fit."""
-    command, name, rest = get_command(app), "dpulr", arguments
-    while hasattr(command, "commands"):
-        name, *rest = rest
-        command = command.commands[name]
-    command.make_context(name, rest)
-
-
-@pytest.mark.parametrize(
-    ("page", "arguments"),
-    [
-        pytest.param(page, words, marks=() if is_quick(words) else pytest.mark.slow)
-        for page, words in OWN_COMMANDS
-        if is_quick(words) or words[0] == "plan" or "--plan" in words
-    ],
-)
-def test_commands_do_what_they_say(page: str, arguments: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As printed; but what trains says only what it would do."""
-    assert cli.main([*arguments, *(["--dry-run"] if arguments[0] == "train" else [])]) == 0
-
-
-def test_other_commands_name_what_exists() -> None:
-    """Targets of make, extras of the package, modules and programs."""
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    studies = reproduction_parser()
-    checked = 0
-    for page, words in COMMANDS:
-        checked += words[0] != "dpulr"
-        if words[0] == "make":
-            assert words[1] in targets, (page, words)
-        elif words[0] == "pip":
-            named = re.findall(r"\[([\w,]+)\]", " ".join(words))
-            assert {extra for group in named for extra in group.split(",")} <= extras, (page, words)
-        elif words[:3] == ["python", "-m", "reproduction"]:
-            studies.parse_args(words[3:])
-        elif words[:2] == ["python", "-m"]:
-            assert (ROOT / f"{words[2].replace('.', '/')}.py").exists(), (page, words)
-        elif words[0] == "python":
-            assert (ROOT / words[1]).exists(), (page, words)
-    assert checked > 20
-
-
+# --- settings files and tutorials ---------------------------------------------------------------------------------------------
 def test_settings_files_are_accepted(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The toml blocks: a config of docs/cli.md by its own command line, a schema of docs/tables.md."""
     (job,) = blocks(ROOT / "docs" / "cli.md", "toml")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, Never, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from dpulr.model.opaque import uncompiled
 from dpulr.model.prepare import prepare
 from dpulr.model.trained_layers import check_optimizer, find_layers
 from dpulr.model.weights import WeightFunction
-from dpulr.parts import setup
+from dpulr.parts import misuse, setup
 from dpulr.parts.account import Account
 from dpulr.parts.computing import computing, exact_arithmetic, trying
 from dpulr.parts.drawing import Batch, Drawing
@@ -130,7 +130,9 @@ class PrivacyEngine:
         rank_timeout: float = 300.0,
         unit: Unit = None,
         max_per_person: int = 8,
+        **unknown: Never,
     ) -> None:
+        misuse.refuse(unknown)
         self.ranks = join(process_group, timeout=rank_timeout, sharded=sharded, parallel=parallel, shared_noise=shared_noise)
         source = self._source = setup.secret_source(insecure_noise_seed, randomness, self.ranks.rank)
         setup.check_numbers(seed=seed, memory_limit=memory_limit, max_per_person=max_per_person)

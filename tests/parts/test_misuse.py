@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
+from dpulr import PrivacyEngine
 from dpulr.errors import InvalidArgument, PrivacyRefusal, StepError
 from tests.support.core import LOSS, blobs, engine, small_mlp, train
 
@@ -168,3 +170,13 @@ def test_a_ledger_on_disk_for_a_program_of_ones_own(tmp_path: Path) -> None:
     assert again.privacy_spent().steps == 10
     with pytest.raises(InvalidArgument, match=r"ends in ledger\.jsonl"):
         engine(ledger=tmp_path / "other.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("module", "first argument"), ("max_grad_norm", r"dpulr\.Gradient\(max_grad_norm"), ("repeats", r"HiddenDirection\(repeats")],
+)
+def test_names_of_elsewhere_are_explained(name: str, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        engine(**{name: 1})
+    assert "target_epsilon" in inspect.signature(PrivacyEngine).parameters

@@ -127,6 +127,13 @@ def test_ticks_are_round_and_inside() -> None:
         ticks = charts.Axis("").ticks(low, high)
         assert 2 <= len(ticks) <= 8
         assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+    assert charts.Axis("", whole=True).ticks(0, 3) == [0, 1, 2, 3]
+
+
+def test_a_chart_of_one_point_stays_near_it() -> None:
+    shown = str(charts.line_chart("accuracy", [charts.Series("a", [(3, 0.9)])], charts.Axis("step", whole=True), charts.Axis("")))
+    ticks = [float(text) for text in re.findall(r'y-tick"[^>]*>([^<]+)<', shown)]
+    assert 0.8 <= min(ticks) < 0.9 < max(ticks) <= 1
 
 
 # --- in a browser -------------------------------------------------------------------------------------------------------

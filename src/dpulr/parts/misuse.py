@@ -1,4 +1,5 @@
 """What would void a guarantee behind the engine's back: steps of the optimizer, or changes of parameters, that it did not make.
+And arguments that other libraries, or the mechanisms, have.
 
 The optimizer and the parameters are the user's. An update from `loss.backward()` in the same loop would put exact gradients into
 the weights, and no epsilon would cover that.
@@ -7,7 +8,7 @@ the weights, and no epsilon would cover that.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,25 @@ import torch
 from torch import Tensor, nn
 
 Report = Callable[[str], None]
+_OF_THE_MECHANISM = "belongs to the mechanism: mechanism=dpulr.{}({}=...)"
+_ELSEWHERE = {
+    "module": "is the first argument, the model",
+    "data_loader": "is the third argument, the data set (loader.dataset): the engine draws the batches",
+    "criterion": "is the fourth argument, a loss with one value per record",
+    "epsilon": "is called target_epsilon",
+    "delta": "is called target_delta",
+    "poisson_sampling": "is called sampling, and is 'poisson' unless you say otherwise",
+    **{name: _OF_THE_MECHANISM.format("Gradient", name) for name in ("max_grad_norm", "clipping")},
+    **{name: _OF_THE_MECHANISM.format("HiddenDirection", name) for name in ("repeats", "radius", "kappa", "last_layer", "exact")},
+}
+
+
+def refuse(names: Iterable[str]) -> None:
+    """Arguments that nobody knows; or whose name or place is another one here, which is said."""
+    for name in names:
+        if name in _ELSEWHERE:
+            raise TypeError(f"{name} {_ELSEWHERE[name]} (docs/from-opacus.md).")
+        raise TypeError(f"PrivacyEngine has no argument {name!r}.")
 
 
 class Watch:

@@ -82,7 +82,8 @@ class _Public:
             self.figures(model)
         except Exception as problem:
             text = str(problem) if isinstance(problem, DataError | InvalidArgument) else f"{type(problem).__name__}: {problem}"
-            raise UsageError(f"the test part can't be evaluated, and nothing was charged: {text}") from problem
+            numbers = " Here: --loss squared." if isinstance(problem, InvalidArgument) else ""
+            raise UsageError(f"the test part can't be evaluated, and nothing was charged: {text}{numbers}") from problem
 
     def figures(self, model: nn.Module) -> dict[str, Any]:
         if self._of_classes():

@@ -127,7 +127,10 @@ def make_model(settings: Settings) -> nn.Module:
     if name == "auto":
         name = _MODEL_OF.get(settings.dataset, "")
         if not name:
-            raise UsageError(f"which model fits {settings.dataset} can't be told: give --model.")
+            raise UsageError(
+                f"which model fits {settings.dataset} can't be told, as the number of classes must not come from the data: give "
+                "--model package.module:function."
+            )
     if ":" not in name:
         if name not in _MODELS:
             raise UsageError(f"model is {name!r}; it must be one of {', '.join(_MODELS)}, or package.module:function.")

@@ -30,6 +30,7 @@ class Axis:
     write: Callable[[float], str] = lambda value: f"{value:g}"
     log: bool = False
     from_zero: bool = False
+    whole: bool = False
 
     def place(self, value: float) -> float:
         return math.log10(max(value, 1e-300)) if self.log else value
@@ -39,7 +40,7 @@ class Axis:
         if self.log:
             first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
             return [float(k) for k in range(first, last + 1, max(1, (last - first) // 5))]
-        step = nice_step((high - low) / 6)
+        step = max(nice_step((high - low) / 6), 1.0 if self.whole else 0.0)
         count = math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9)
         return [(math.ceil(low / step - 1e-9) + k) * step for k in range(count + 1)]
 
@@ -119,5 +120,6 @@ def _range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
     if axis.from_zero:
         low = min(low, 0.0)
     if high - low < 1e-9 * max(1.0, abs(high)):
-        low, high = (low - 0.5, high + 0.5) if not axis.from_zero or high == 0 else (low, high * 1.1 or 1.0)
+        margin = 0.1 * abs(high) or 0.5
+        low, high = (low if axis.from_zero and high > 0 else low - margin, high + margin)
     return low, high

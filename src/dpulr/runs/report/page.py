@@ -16,8 +16,8 @@ from dpulr.accounting.rounding import up
 from dpulr.runs.report.charts import COLOURS, Axis, Series, bar_chart, line_chart
 from dpulr.runs.report.gather import Points, RunData
 
-_STEPS = Axis("step", lambda value: f"{value:,.0f}", from_zero=True)
-_PERCENT = Axis("", lambda value: f"{value:.4g}" if value > 1 else f"{100 * value:.4g}%")
+_STEPS = Axis("step", lambda value: f"{value:,.0f}", from_zero=True, whole=True)
+_PERCENT = Axis("", lambda value: f"{100 * value:.4g}%")
 _PLAIN = Axis("", lambda value: f"{value:.4g}", from_zero=True)
 BIBTEX = f"""@software{{dpulr,
   title   = {{dpulr: differentially private training of PyTorch models by forward passes alone}},
