@@ -56,7 +56,8 @@ class RowSizes:
     @property
     def largest(self) -> int:
         """How many records a pass takes."""
-        return 1 if self.alone else self.sizes[-1]
+        sizes = self.sizes
+        return 1 if self.alone else sizes[-1]
 
     def of(self, rows: int) -> int:
         """The size of a pass for so many rows. More than the largest has only one person, who then is alone in a pass."""
