@@ -137,6 +137,7 @@ def test_a_step_stays_on_the_device(mechanism: Any, make: Any, shape: tuple[int,
     torch.manual_seed(0)
     with PretendDevice() as device:
         engine = engine_of(make().to(DEVICE), mechanism, shape, more)
+        engine.fitted.settle_rows()  # on synthetic records
         device.left.clear()
         found = trained(engine)
     assert set(device.left) <= PUBLIC | (OWNERS if "unit" in more else set())
