@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results, time_to_accuracy
-from benchmarks.bench import FOUR, GHOST, HOOKS, ONE, PLAIN
+from benchmarks.bench import FOUR, GHOST, GRADIENT, HOOKS, ONE, PLAIN
 from reproduction.certified import epsilon_of
 from reproduction.pages import table
 
@@ -61,10 +61,10 @@ def time_at_equal_accuracy(known: dict[str, Any]) -> str:
 
 
 def ratios(times: dict[str, dict[str, float]]) -> str:
-    """How long a step of hidden-direction takes, in steps of others."""
+    """How long a step takes, in steps of others."""
     rows = []
     for case, row in times.items():
-        for peer in (ONE, FOUR):
+        for peer in (GRADIENT, ONE, FOUR):
             rows.append([case, peer, *(f"{row[peer] / row[other]:.2g}" for other in (PLAIN, GHOST, HOOKS))])
     return table(["case", "a step of", "in steps of plain SGD", "of Opacus, ghost", "of Opacus, hooks"], rows)
 

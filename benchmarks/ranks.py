@@ -75,7 +75,8 @@ def _timed(engine: dpulr.PrivacyEngine, steps: int) -> tuple[float, float]:
 
 def sent(step: Callable[[], None]) -> dict[str, int]:
     """The collectives of one step: how many, and how many bytes are reduced or broadcast."""
-    found, kept = {"messages": 0, "bytes": 0}, {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "reduce")}
+    found = {"messages": 0, "bytes": 0}
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "gather", "reduce")}
 
     def counted(name: str) -> Callable[..., Any]:
         def call(tensor: Tensor, *args: Any, **options: Any) -> Any:

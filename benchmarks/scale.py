@@ -13,8 +13,6 @@ from reproduction.pages import table
 
 NETWORK = 10e9 / 8
 LATENCY = 50e-6
-SMALL_MESSAGES = 2
-"""Beside the release: a meeting before the step, and word that it is charged."""
 WORKERS = (10, 32, 100, 256, 1_000)
 NOT_YET = "Not measured yet: `python -m benchmarks.ranks` on a quiet machine, then `python -m reproduction pages`."
 
@@ -56,8 +54,10 @@ class Costs:
 
 
 def messages_in_turn(workers: int) -> int:
-    """Messages of a step that wait for each other: a ring for the release, trees for the small ones."""
-    return 2 * (workers - 1) + SMALL_MESSAGES * 2 * (workers - 1).bit_length()
+    """Messages of a step that wait for each other: before it, one from each rank to rank 0, and a tree for its answer (that the
+    step is charged); then a ring for the release.
+    """
+    return (workers - 1) + (workers - 1).bit_length() + 2 * (workers - 1)
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from reproduction import (
     public_features,
     results_file,
     senders,
+    texts,
 )
 from reproduction.pages import differs, fill
 
@@ -66,6 +67,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "losses.md": losses.parts,
     "beyond-backprop.md": beyond.parts,
     "users.md": senders.parts,
+    "language-models.md": texts.parts,
     "scale.md": scale.parts,
 }
 

@@ -24,24 +24,24 @@ class Hours:
         self._per_epoch: dict[str, float | None] = {}
 
     def of(self, runs: list[Run]) -> float:
-        return sum(run.settings.epochs * self._seconds(run.describe()) for run in runs) / 3600
+        return sum(run.settings.epochs * self._seconds(run.file, run.describe()) for run in runs) / 3600
 
-    def _seconds(self, values: dict[str, Any]) -> float:
+    def _seconds(self, file: str, values: dict[str, Any]) -> float:
         """Of an epoch; 0 where nothing is like it."""
         for names in _ALIKE:
             wanted = {name: values[name] for name in names}
-            known = repr(wanted)
+            known = f"{file} {wanted!r}"
             if known not in self._per_epoch:
-                self._per_epoch[known] = _mean(wanted)
+                self._per_epoch[known] = _mean(file, wanted)
             found = self._per_epoch[known]
             if found is not None:
                 return found
         return 0.0
 
 
-def _mean(wanted: dict[str, Any]) -> float | None:
+def _mean(own: str, wanted: dict[str, Any]) -> float | None:
     """Seconds per epoch of the results that these words describe."""
-    alike = [r for file in ("paper.json", "certified.json", "held-out.json") for r in described(file, **wanted)]
+    alike = [r for file in sorted({"paper.json", "certified.json", "held-out.json", own}) for r in described(file, **wanted)]
     return sum(r["seconds"] / r["run"]["epochs"] for r in alike) / len(alike) if alike else None
 
 

@@ -223,14 +223,15 @@ def shuffled(seed: int | None) -> Game:
 
 
 def shared_dropout(seed: int | None) -> Game:
-    """Each of 403 equal records adds C with probability 3/4. With the seed their sum is known: 20 C larger with one record more."""
+    """Each of 1,600 equal records adds C with probability 3/4. One more takes a larger pass, and with that other draws for all.
+    With the seed their sum is known: 12 C larger."""
     layer = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(layer.weight)
     return BatchGame(
         Gaussian(repeats=1),
         model=nn.Sequential(layer, nn.Dropout(0.5)),
         loss_fn=linear_loss,
-        records=(torch.ones(403, 1), torch.full((403, 1), 1e4)),
+        records=(torch.ones(1_600, 1), torch.full((1_600, 1), 1e4)),
         canary=(torch.ones(1), torch.full((1,), 1e4)),
         noise_multiplier=4.0,
         seed=seed,

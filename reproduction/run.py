@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dpulr import mechanisms
 from dpulr.runs.settings import Settings
 
-Loop = Literal["dpulr", "opacus", "paper", "beyond"]
+Loop = Literal["dpulr", "opacus", "paper", "beyond", "plain"]
 Progress = Callable[[float], None]
 Result = dict[str, Any]
 
@@ -70,7 +70,7 @@ _KNOWN = {
 @dataclass(frozen=True)
 class Run:
     """`loop`: "dpulr" is the package's own; "opacus" is DP-SGD with exact gradients at the same epsilon (opacus.py); "paper" is
-    the paper's evaluation with its optimizers and learning rates (paper_runs.py)."""
+    the paper's evaluation with its optimizers and learning rates (paper_runs.py); "plain" has no privacy (texts.py)."""
 
     settings: Settings
     loop: Loop = "dpulr"
@@ -112,21 +112,24 @@ class Run:
 
     def train(self, progress: Progress) -> Result:
         """Train and evaluate; `progress` hears the share that is done."""
+        return {"run": self.describe(), **self.numbers(progress)}
+
+    def numbers(self, progress: Progress) -> Result:
+        """What comes of it, without the description."""
         if self.loop == "opacus":
             from reproduction import opacus
 
-            numbers = opacus.train(self.settings, progress)
-        elif self.loop == "paper":
+            return opacus.train(self.settings, progress)
+        if self.loop == "paper":
             from reproduction import paper_runs
 
-            numbers = paper_runs.train(self.settings, progress)
-        elif self.loop == "beyond":
+            return paper_runs.train(self.settings, progress)
+        if self.loop == "beyond":
             from reproduction import beyond
 
-            numbers = beyond.train(self.settings, progress)
-        else:
-            from dpulr.runs import training
+            return beyond.train(self.settings, progress)
+        from dpulr.runs import training
 
-            numbers = training.train_and_evaluate(self.settings, lambda taken, planned, _: progress(taken / planned))
-            del numbers["settings"]  # the description says more
-        return {"run": self.describe(), **numbers}
+        numbers = training.train_and_evaluate(self.settings, lambda taken, planned, _: progress(taken / planned))
+        del numbers["settings"]  # the description says more
+        return numbers

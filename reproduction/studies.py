@@ -18,6 +18,7 @@ from reproduction import (
     paper_tables,
     public_features,
     senders,
+    texts,
 )
 from reproduction.certified import EPOCHS
 from reproduction.pages import table
@@ -179,6 +180,10 @@ def studies() -> dict[str, Study]:
               lambda choice: f"{losses.small_table()}\n\n{losses.mnist_table(choice.seeds)}", epochs=10, before=losses.small),
         Study("senders", "SpamAssassin e-mails: records, or their senders, as what is protected",
               ALL, lambda choice: senders.stages(choice.seeds), lambda choice: senders.markdown(choice.seeds), epochs=20),
+        Study("texts", "MiniLM on film reviews, data:what is trained:method",
+              texts.LABELS, lambda choice: texts.stages(choice.labels, choice.seeds),
+              lambda choice: texts.markdown(choice.labels, choice.seeds), epochs=2,
+              usual=tuple(label for label in texts.LABELS if label.startswith("tomatoes"))),
         Study("gaussian", "MNIST, gaussian at epsilon 2.6",
               ALL, by_seed(lambda _, seed, __: certified.gaussian_runs(seed)), _show_gaussian),
         Study("options", "what the options of hidden-direction buy, on held-out records",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 import dpulr
-from dpulr.models import LeakyIntegrateAndFire, spiking
+from dpulr import models
+from dpulr.models import LeakyIntegrateAndFire
 
-__all__ = ["binarised", "boxed", "spiking", "spiking_surrogate", "straight_through", "unboxed"]
+__all__ = ["binarised", "boxed", "counting", "spiking", "spiking_surrogate", "straight_through", "unboxed"]
 
 
 class _Heaviside(torch.autograd.Function):
@@ -42,11 +43,17 @@ class _Surrogate(LeakyIntegrateAndFire):
         return number
 
 
+def spiking(seed: int, threshold: float = 10.0) -> nn.Module:
+    """1,024 neurons. A high threshold goes with large weights: a learning rate that suits the last layer changes them slowly."""
+    return models.spiking((784, 1024, 10), steps=5, threshold=threshold, window=7, seed=seed)
+
+
 def spiking_surrogate(seed: int) -> nn.Module:
-    model = spiking(seed=seed)
-    neurons: Any = model[2]
+    """Its slopes are made for a threshold of 1."""
+    model: Any = spiking(seed, threshold=1.0)
+    neurons = model[2]
     model[2] = _Surrogate(neurons.steps, leak=neurons.leak, threshold=neurons.threshold, counted=True)
-    return model
+    return cast(nn.Module, model)
 
 
 class Signs(nn.Module):
@@ -64,18 +71,29 @@ class _StraightThrough(nn.Module):
         return bounded + (torch.sign(x) - bounded).detach()
 
 
-def binarised(seed: int, signs: type[nn.Module] = Signs) -> nn.Module:
-    """An MLP whose hidden layer says -1 or 1. What it weighs starts small: a sign does not see the size."""
+def binarised(seed: int, signs: type[nn.Module] = Signs, size: float = 10.0) -> nn.Module:
+    """An MLP whose hidden layer says -1 or 1. `size` is that of its first weights: the larger, the more slowly signs change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        first, last = nn.Linear(784, 256), nn.Linear(256, 10)
-        nn.init.normal_(first.weight, std=0.01)
+        first, last = nn.Linear(784, 2048), nn.Linear(2048, 10)
+        nn.init.normal_(first.weight, std=size / 28)
         nn.init.zeros_(first.bias)
-        return nn.Sequential(nn.Flatten(), first, signs(), last)
+        return nn.Sequential(nn.Flatten(), models.into_windows(first, 7), signs(), last)
 
 
 def straight_through(seed: int) -> nn.Module:
-    return binarised(seed, _StraightThrough)
+    """As small as a slope asks for that ends at -1 and 1."""
+    return binarised(seed, _StraightThrough, size=0.3)
+
+
+def counting(seed: int) -> nn.Module:
+    """An MLP for the 0-1 loss."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        first, last = nn.Linear(784, 512), nn.Linear(512, 10)
+        nn.init.normal_(first.weight, std=1 / 28)
+        nn.init.zeros_(first.bias)
+        return nn.Sequential(nn.Flatten(), models.into_windows(first, 7), nn.GELU(), last)
 
 
 def _matrix() -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Shared settings: one thread, so that timings and sums do not depend on the machine. And `dpulr` run inside the test's process."""
+"""Shared settings: one thread and fixed examples: no test depends on the machine or the day. `dpulr` inside the test's process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.support.small_cli import SMALL, Ended, dpulr
 
 torch.set_num_threads(1)
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True)

@@ -95,6 +95,7 @@ def test_a_large_model_gets_few_directions() -> None:
     assert choose(Task("hidden-direction", 60_000, MLP, 3.0, epochs=2)).repeats >= 8
 
 
+@pytest.mark.slow
 def test_the_engine_takes_it_and_what_is_given_wins() -> None:
     engine = dpulr.PrivacyEngine(model(), "auto", data(), LOSS, epochs=5, target_epsilon=2.0)
     wanted = choose(Task("hidden-direction", 2_000, shapes(engine.forward.sites), 2.0, 1e-5, 5))

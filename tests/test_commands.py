@@ -52,6 +52,7 @@ ELSEWHERE = {  # how a command begins, and why it is not run here
     "pip install": "needs an index of packages that has this one; tests/test_wheel.py installs the wheel",
     "npm pack": "a download",
     "python -m reproduction pages": "changes the pages; tests/reproduction/test_pages.py compares them",
+    "python -m benchmarks.kept_step": "minutes; tests/test_kept.py takes such steps",
     "python -m benchmarks.transformers": "minutes; tests/model/test_exported.py runs the same models",
     "python examples/": "tests/examples runs them all",
 }

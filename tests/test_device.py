@@ -14,7 +14,8 @@ import pytest
 from tests.support.small_cli import ROOT, child_environment
 
 
-@pytest.mark.parametrize("tier", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tier", ["not slow", "slow"])
+@pytest.mark.slow
 def test_on_a_pretended_device(tier: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", tier, "tests/support/on_a_device.py"]
     ended = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, check=False)

@@ -220,6 +220,12 @@ import numpy, dpulr.cli
 images = numpy.zeros((2, 1, 28, 28), dtype="float32")
 assert dpulr.cli.main(["train", "--steps", "2", "--evaluations", "1", "--out", "runs/fashion"]) == 0
 """,
+    "language-models": SMALL
+    + """
+model = torch.nn.Sequential(torch.nn.Linear(4, 8).requires_grad_(False), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer, loss_fn = torch.optim.SGD(model[2].parameters(), lr=0.1), torch.nn.CrossEntropyLoss(reduction="none")
+train = test = torch.utils.data.TensorDataset(torch.randn(500, 4), torch.arange(500) % 2)
+""",
     "scale": """
 import os
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

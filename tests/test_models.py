@@ -85,3 +85,22 @@ def test_public_names_exist() -> None:
     assert set(dpulr.__all__) <= set(dir(dpulr))
     with pytest.raises(AttributeError, match="'nothing'"):
         dpulr.nothing  # noqa: B018
+
+
+def test_neurons_start_with_a_window_of_the_picture() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(784, 200)
+    before = layer.weight.detach().clone()
+    dpulr.models.into_windows(layer, 7)
+    pictures = layer.weight.detach().view(200, 28, 28)
+    assert torch.equal((pictures != 0).sum((1, 2)), torch.full((200,), 49))
+    for axis in (1, 2):
+        seen = (pictures != 0).any(axis)
+        assert torch.equal(seen.sum(1), torch.full((200,), 7))
+        assert len(seen.float().argmax(1).unique()) == 22  # every place
+    torch.testing.assert_close(layer.weight[layer.weight != 0], 4 * before[layer.weight != 0])
+    same = [dpulr.models.spiking(seed=3, window=5)[1].weight for _ in range(2)]
+    assert torch.equal(*same)
+    for inputs, window in ((783, 7), (784, 29), (784, 0)):
+        with pytest.raises(ValueError, match="no such part of a square picture"):
+            dpulr.models.into_windows(nn.Linear(inputs, 2), window)

@@ -171,6 +171,7 @@ def trained(take: int = 2) -> dpulr.PrivacyEngine:
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_run_keeps_a_share_for_its_evaluations(tmp_path: Path, run_cli: Callable[..., Ended]) -> None:
     folder = tmp_path / "run"
     more = ["--holdout", 60, "--evaluations", 2, "--evaluation-epsilon", 0.5, "--steps", 12, "--out", folder]

@@ -17,7 +17,7 @@ import torch
 from scipy.stats import kstest, poisson
 from scipy.stats import norm as normal
 
-from dpulr.randomness import Directions, GaussianNoise, RandomSource
+from dpulr.randomness import Directions, GaussianNoise, RandomSource, normal_float32
 from tests.support.core import CPU, state_of
 
 WORD = 2**64
@@ -171,14 +171,36 @@ def test_directions(dtype: torch.dtype) -> None:
 
 
 def test_a_direction_of_zeros_is_not_nan() -> None:
-    """One number of 2^23 that numpy draws in float32 is zero. In one dimension it is the whole direction."""
+    """One pair of 2^25 has a radius of zero. In one dimension it is the whole direction."""
 
-    class Zeros(np.random.Generator):
-        def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
+    class Largest(np.random.Generator):
+        def integers(self, low: Any, high: Any = None, size: Any = None, dtype: Any = np.int64, endpoint: bool = False) -> Any:
+            return np.full(size, high - 1, dtype)
+
+    directions = Directions(Largest(np.random.SFC64(0)), CPU, torch.float32)
+    assert not directions.sphere(2, 3, 1).any()
+
+
+def test_numbers_of_directions_are_normal_and_independent() -> None:
+    """Box and Muller, by blocks. Fixed seed; each test would fail by chance once in 1,000 seeds."""
+    rng = np.random.Generator(np.random.SFC64(5))
+    for size in (1, 7, 2**15, 2**17 + 3):
+        assert normal_float32(rng, size).shape == (size,)
+    z = normal_float32(rng, 400_000)
+    assert z.dtype == np.float32
+    assert kstest(z, "norm").pvalue > 1e-3
+    for apart in (1, 2, 2**15):  # a pair, neighbours, the same place of two blocks
+        assert abs(np.corrcoef(z[:-apart], z[apart:])[0, 1]) < 3.3 / math.sqrt(len(z) - apart)
+        assert abs(np.corrcoef(z[:-apart] ** 2, z[apart:] ** 2)[0, 1]) < 3.3 / math.sqrt(len(z) - apart)
+
+
+def test_numbers_of_directions_reach_as_far_as_their_bits_do() -> None:
+    class Smallest(np.random.Generator):
+        def integers(self, low: Any, high: Any = None, size: Any = None, dtype: Any = np.int64, endpoint: bool = False) -> Any:
             return np.zeros(size, dtype)
 
-    directions = Directions(Zeros(np.random.SFC64(0)), CPU, torch.float32)
-    assert not directions.sphere(2, 3, 1).any()
+    found = normal_float32(Smallest(np.random.SFC64(0)), 4)
+    assert found.tolist() == pytest.approx([6.76, 0, 6.76, 0], abs=0.01)
 
 
 def test_streams_of_the_operating_system_are_a_cipher() -> None:

@@ -186,6 +186,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent() -> None:
     """Also when it is killed."""
     ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, check=False)

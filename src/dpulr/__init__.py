@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dpulr import accounting, audit, data, errors, features, mechanisms, models, runs, scores, sklearn
     from dpulr.accounting import PrivacySpent
     from dpulr.engine import PrivacyEngine
+    from dpulr.kept import keep_frozen
     from dpulr.mechanisms import Gaussian, Gradient, HiddenDirection, ZerothOrder
     from dpulr.model import layers, losses
     from dpulr.model.black_box import BlackBox
@@ -42,6 +43,7 @@ _HOME = {
     "errors": "dpulr.errors",
     "evaluate": "dpulr.scores",
     "features": "dpulr.features",
+    "keep_frozen": "dpulr.kept",
     "layers": "dpulr.model.layers",
     "losses": "dpulr.model.losses",
     "mechanisms": "dpulr.mechanisms",
@@ -67,6 +69,7 @@ __all__ = [
     "errors",
     "evaluate",
     "features",
+    "keep_frozen",
     "layers",
     "losses",
     "mechanisms",
@@ -82,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'dpulr' has no attribute {name!r}")
     home = import_module(_HOME[name])
-    return home if name[0].islower() and name not in ("class_weights", "evaluate", "tune") else getattr(home, name)
+    return home if name[0].islower() and name not in ("class_weights", "evaluate", "keep_frozen", "tune") else getattr(home, name)
 
 
 def __dir__() -> list[str]:

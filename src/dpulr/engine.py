@@ -22,7 +22,8 @@ from dpulr import accounting
 from dpulr.accounting.events import GaussianRelease
 from dpulr.accounting.statement import Guarantee
 from dpulr.auto import choose
-from dpulr.distributed.facts import gathered_records
+from dpulr.distributed.facts import described, gathered_records
+from dpulr.distributed.launch import RANK_TIMEOUT
 from dpulr.distributed.ranks import join
 from dpulr.errors import InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
@@ -127,7 +128,7 @@ class PrivacyEngine:
         sharded: bool = False,
         parallel: Literal["records", "passes"] = "records",
         shared_noise: bool = True,
-        rank_timeout: float = 300.0,
+        rank_timeout: float = RANK_TIMEOUT,
         unit: Unit = None,
         max_per_person: int = 8,
         **unknown: Never,
@@ -190,7 +191,7 @@ class PrivacyEngine:
         setup.agree(
             self.ranks,
             membership,
-            {"seed": seed, "replay": replay, "insecure_noise_seed": insecure_noise_seed},
+            {"seed": seed, "replay": replay, "insecure_noise_seed": insecure_noise_seed, "weights": described(weights)},
             model=model,
             optimizer=self.optimizer,
             loss_fn=loss_fn,
@@ -245,8 +246,11 @@ class PrivacyEngine:
         number, (batch, people) = self.steps_taken, self._drawing.taken(inputs, targets)
         device = self.forward.device
         self._noise.prepare()
-        with trying(self.forward):
-            self.fitted.settle_rows()
+        if not self.fitted.rows_settled:
+            with trying(self.forward):
+                slow = self.fitted.settle_rows()
+            if slow is not None:
+                warnings.warn(slow, stacklevel=2)
         with computing(self.forward, self._source):
             public = self.fitted.draw_public(number)
             if people is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpulr.errors import UsageError
 
-TRAINED = "head, last:N (the last N blocks and the head), bias, lora or all"
+TRAINED = "head, last:N (the last N blocks and the head), bias, lora, lora:N (in the last N blocks) or all"
 
 
 class TextClassifier(nn.Module):
@@ -33,7 +33,7 @@ class TextClassifier(nn.Module):
 
 
 def text_classifier(folder: str | Path, classes: int, *, trained: str = "head", seed: int = 0) -> TextClassifier:
-    """The model in a folder, in eval mode, with a new head. `trained`: head, last:N, bias, lora or all."""
+    """The model in a folder, in eval mode, with a new head. `trained`: head, last:N, bias, lora, lora:N or all."""
     if not (Path(folder) / "config.json").is_file():
         raise UsageError(f"{folder} is no model of Hugging Face: it has no config.json.")
     try:
@@ -56,14 +56,15 @@ def text_classifier(folder: str | Path, classes: int, *, trained: str = "head", 
 
 def _with_trained(model: TextClassifier, trained: str) -> TextClassifier:
     kind, _, number = trained.partition(":")
-    if kind not in ("head", "last", "bias", "lora", "all") or (kind == "last") != number.isdigit():
+    if kind not in ("head", "last", "bias", "lora", "all") or not (number.isdigit() if number or kind == "last" else True):
         raise UsageError(f"trained is {trained!r}; it must be {TRAINED}.")
+    blocks = next((list(module) for module in model.encoder.modules() if isinstance(module, nn.ModuleList)), [])
+    if number and (kind not in ("last", "lora") or not 0 < int(number) <= len(blocks)):
+        raise UsageError(f"trained is {trained!r}; it must be {TRAINED}, and the model has {len(blocks)} blocks.")
+    first = len(blocks) - int(number) if number else 0
     model.encoder.requires_grad_(kind == "all")
     if kind == "last":
-        blocks = [module for module in model.encoder.modules() if isinstance(module, nn.ModuleList)]
-        if not blocks or int(number) > len(blocks[0]):
-            raise UsageError(f"trained is {trained!r}, but the model has {len(blocks[0]) if blocks else 0} blocks.")
-        for block in list(blocks[0])[len(blocks[0]) - int(number) :]:
+        for block in blocks[first:]:
             block.requires_grad_(True)
     elif kind == "bias":
         for name, parameter in model.encoder.named_parameters():
@@ -75,5 +76,6 @@ def _with_trained(model: TextClassifier, trained: str) -> TextClassifier:
             raise UsageError("trained='lora' needs peft: pip install 'dpulr[text]'.") from problem
         linear = {name.rpartition(".")[2] for name, m in model.encoder.named_modules() if isinstance(m, nn.Linear)}
         chosen = sorted(linear & {"query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "q", "v"}) or sorted(linear)
-        model.encoder = get_peft_model(model.encoder, LoraConfig(r=8, lora_alpha=16, target_modules=chosen))
+        where = {"layers_to_transform": list(range(first, len(blocks)))} if number else {}
+        model.encoder = get_peft_model(model.encoder, LoraConfig(r=8, lora_alpha=16, target_modules=chosen, **where))
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from dpulr import validate
 from dpulr.errors import InvalidArgument
 
-__all__ = ["MLP_SIZES", "LeakyIntegrateAndFire", "ResNet5", "SpikeCode", "mlp", "resnet5", "spiking"]
+__all__ = ["MLP_SIZES", "LeakyIntegrateAndFire", "ResNet5", "SpikeCode", "into_windows", "mlp", "resnet5", "spiking"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -124,17 +125,21 @@ def spiking(
     steps: int = 10,
     leak: float = 0.9,
     threshold: float = 1.0,
+    window: int | None = None,
     seed: int | None = None,
 ) -> nn.Sequential:
     """A network of leaky integrate-and-fire neurons, all time steps in one pass. A linear layer reads the numbers of spikes.
 
     `coding` is how a picture goes in: "current", the same in every time step, or spikes by "rate" or "latency" (`SpikeCode`).
+    With a `window`, each neuron of the first layer starts with so many rows and columns of a square picture (`into_windows`).
     """
     validate.one_of("coding", coding, ("current", "rate", "latency"))
     if len(sizes) < 3:
         raise InvalidArgument(f"sizes must hold the numbers of inputs, of neurons and of classes; got {list(sizes)}.")
     with _initial(seed):
         linear = [_he(nn.Linear(*pair)) for pair in pairwise(sizes)]
+        if window is not None:
+            into_windows(linear[0], window)
         with torch.no_grad():  # currents below the threshold, so that most neurons neither rest nor spike all the time
             for layer in linear[:-1]:
                 layer.weight *= 0.3 * threshold
@@ -143,6 +148,22 @@ def spiking(
     for i, layer in enumerate(linear[:-1]):
         layers += [layer, LeakyIntegrateAndFire(steps, leak=leak, threshold=threshold, counted=i == len(linear) - 2)]
     return nn.Sequential(*layers, linear[-1])
+
+
+def into_windows(layer: nn.Linear, window: int) -> nn.Linear:
+    """Each output starts with a window of a square picture, at a random place: `window` rows and columns of pixels.
+
+    The weights outside start from 0, those inside are made so much larger. Random features of this kind tell pictures apart better
+    than those of whole pictures: worth having where the layer learns slowly.
+    """
+    side = math.isqrt(layer.in_features)
+    if side**2 != layer.in_features or not 1 <= window <= side:
+        raise InvalidArgument(f"window is {window}; a layer of {layer.in_features} inputs has no such part of a square picture.")
+    ahead = torch.arange(side) - torch.randint(side - window + 1, (2, layer.out_features, 1))
+    rows, columns = (ahead >= 0) & (ahead < window)
+    with torch.no_grad():
+        layer.weight *= (rows.unsqueeze(2) & columns.unsqueeze(1)).flatten(1) * (side / window)
+    return layer
 
 
 def _he(model: M) -> M:

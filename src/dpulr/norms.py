@@ -38,7 +38,7 @@ def _piece(width: int) -> int:
 
 
 def safe_row_norm(rows: Tensor) -> Tensor:
-    """The same for rows (any, any, width) of all magnitudes."""
+    """The same for rows (..., width) of all magnitudes."""
     norm = row_norm(rows)
     if norm.numel() and norm.dtype != torch.float64:
         shortest, longest = torch.aminmax(norm)

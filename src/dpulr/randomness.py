@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NoReturn
 
 import numpy as np
@@ -156,7 +156,7 @@ class Directions:
     def __init__(self, rng: np.random.Generator, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._expected: list[int] = []
-        self._rng, self._ahead = rng, Ahead(lambda size: rng.standard_normal(size, dtype=np.float32))
+        self._rng, self._ahead = rng, Ahead(partial(normal_float32, rng))
 
     def expect(self, sizes: Sequence[int]) -> None:
         """A hint, which only saves time: how many numbers the next calls of `normal` will ask for. They are drawn ahead."""
@@ -183,6 +183,31 @@ class Directions:
         sizes = [math.prod(shape) for shape in shapes]
         parts = zip(self.normal(sum(sizes)).split_with_sizes(sizes), shapes, strict=True)
         return [_normalised(part.view(-1, shape[-1])).view(shape) for part, shape in parts]
+
+
+def normal_float32(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Standard normal numbers in float32, by Box and Muller: two of 64 bits, in less than half the time of numpy's ziggurat.
+
+    For directions, which are brought to length 1: values end at 6.8, and the shortest pairs are rounded to 3e-4. Noise has no such
+    limits (`GaussianNoise`).
+    """
+    numbers = np.empty(size + size % 2, dtype=np.float32)
+    for start in range(0, size, _BLOCK):  # small enough for the cache
+        block = numbers[start : start + _BLOCK]
+        bits = rng.integers(0, 2**64, len(block) // 2, dtype=np.uint64).view(np.uint32)
+        radius, angle = bits[0::2].astype(np.float32), bits[1::2].astype(np.float32)
+        radius *= np.float32(2**-32)
+        radius += np.float32(2**-33)  # never 0
+        np.log(radius, out=radius)
+        radius *= np.float32(-2)
+        np.sqrt(radius, out=radius)
+        angle *= np.float32(2 * math.pi * 2**-32)
+        np.multiply(np.cos(angle), radius, out=block[0::2])
+        np.multiply(np.sin(angle), radius, out=block[1::2])
+    return numbers[:size]
+
+
+_BLOCK = 2**15
 
 
 class SameDirections(Directions):
@@ -285,8 +310,8 @@ _TWISTER_TEMPLATE = torch.Generator().manual_seed(0).get_state()
 def secret_global_generators(device: torch.device, numpy_bits: np.random.BitGenerator) -> Iterator[None]:
     """Whatever a model or a data set draws from the global generators (torch's, numpy's, Python's) is secret while it lasts.
 
-    After that they go on where they were. All 624 words of torch's CPU generator are the operating system's, as Python's are; an
-    accelerator's generator takes a seed of 64 bits.
+    After that they go on where they were. All 624 words of torch's CPU generator are a cipher's; Python's generator is seeded by
+    256 bits of the operating system, an accelerator's by 64.
     """
     before, numpy_before, python_before = (
         torch.default_generator.get_state(),
@@ -298,7 +323,7 @@ def secret_global_generators(device: torch.device, numpy_bits: np.random.BitGene
     try:
         torch.default_generator.set_state(secret_torch_state())
         np.random.mtrand.set_bit_generator(numpy_bits)
-        random.seed()
+        random.seed(secrets.randbits(256))
         if elsewhere is not None:
             elsewhere.manual_seed(secrets.randbits(63))
         yield
@@ -316,9 +341,15 @@ def _for_models(process: int) -> np.random.BitGenerator:
     return _fresh()
 
 
+@lru_cache(maxsize=1)
+def _for_states(process: int) -> np.random.BitGenerator:
+    """Where states of generators come from: a cipher that nobody else draws from."""
+    return _fresh()
+
+
 def secret_torch_state() -> Tensor:
-    """A state of torch's CPU generator (a Mersenne twister) whose words are the operating system's."""
+    """A state of torch's CPU generator (a Mersenne twister) whose words are those of a cipher, keyed by the operating system."""
     state = _TWISTER_TEMPLATE.clone()
     words = state[_TWISTER_OFFSET : _TWISTER_OFFSET + 8 * _TWISTER_WORDS].numpy().view(np.uint64)
-    words[:] = np.frombuffer(secrets.token_bytes(4 * _TWISTER_WORDS), dtype=np.uint32)
+    words[:] = _for_states(os.getpid()).random_raw(_TWISTER_WORDS // 2).view(np.uint32)
     return state

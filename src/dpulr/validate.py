@@ -10,6 +10,7 @@ from typing import NoReturn, TypeVar
 from dpulr.errors import InvalidArgument
 
 Choice = TypeVar("Choice")
+_LONGEST = 2_592_000
 
 
 def refuse(name: str, value: object, wanted: str) -> NoReturn:
@@ -28,6 +29,13 @@ def positive(name: str, value: object) -> float:
     wanted = "a positive, finite number"
     if not 0 < number(name, value, wanted) < math.inf:
         refuse(name, value, wanted)
+    return number(name, value)
+
+
+def timeout(name: str, value: object) -> float:
+    """Seconds, as many as torch.distributed can wait."""
+    if positive(name, value) > _LONGEST:
+        refuse(name, value, f"at most {_LONGEST:,} seconds, which is a month")
     return number(name, value)
 
 

@@ -176,6 +176,7 @@ def test_a_hidden_direction_rarely_moves_a_number_far(dim, log_odds):
     assert float(special.betainc((dim - 1) / 2, 0.5, max(0.0, 1 - reach**2))) <= math.exp(-log_odds)
 
 
+@pytest.mark.slow
 def test_several_hidden_directions_rarely_move_a_number_far():
     """Eight draws in 16 dimensions, 200,000 times: the tails e^-3 and e^-6 are exceeded less often than that."""
     site = acc.HiddenSite(16, 2.0, 8)

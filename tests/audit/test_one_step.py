@@ -25,7 +25,7 @@ from dpulr.mechanisms.base import WITH_MARGIN
 @pytest.mark.parametrize(
     ("mechanism", "dim", "noise", "trials"),
     [
-        ("gaussian", 1, 1.0, 400_000),
+        pytest.param("gaussian", 1, 1.0, 400_000, marks=pytest.mark.slow),
         pytest.param("hidden-direction", 10, 1.0, 600_000, marks=pytest.mark.slow),
         pytest.param("hidden-direction", 128, 0.5, 300_000, marks=pytest.mark.slow),
     ],
@@ -45,12 +45,14 @@ def test_tight_for_the_worst_case(mechanism: str, dim: int, noise: float, trials
 
 
 @pytest.mark.parametrize("mechanism", ["gaussian", "hidden-direction"])
+@pytest.mark.slow
 def test_sampling_and_several_steps(mechanism: str) -> None:
     verdict = dpulr.audit.one_step(mechanism, noise_multiplier=0.5, sample_rate=0.2, steps=3, trials=20_000, seed=1)
     assert not verdict.broken
     assert verdict.measured > 0.3 * verdict.claimed_epsilon
 
 
+@pytest.mark.slow
 def test_zeroth_order() -> None:
     verdict = dpulr.audit.one_step("zeroth-order", trials=500, seed=1)
     assert not verdict.broken
@@ -93,12 +95,14 @@ def test_rows_do_not_touch_each_other() -> None:
 @pytest.mark.parametrize(
     "canary", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ordinary", "large")), "mislabelled", "feature"]
 )
+@pytest.mark.slow
 def test_canaries_among_digits(canary: str) -> None:
     verdict = dpulr.audit.one_step("gaussian", canary, noise_multiplier=0.3, trials=100, seed=1)
     assert not verdict.broken
     assert verdict.canary == canary
 
 
+@pytest.mark.slow
 def test_your_own_canary_model_and_data(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     nn.init.zeros_(model[0].weight)
@@ -148,6 +152,7 @@ def test_a_damaged_canary_is_named(tmp_path: Path) -> None:
         dpulr.audit.one_step("gaussian", tmp_path / "n.npz")
 
 
+@pytest.mark.slow
 def test_rejection_is_in_the_claim() -> None:
     options: dict[str, Any] = {"sample_rate": 0.5, "noise_multiplier": 1.0, "trials": 100, "seed": 1, "delta": 0.3}
     free = dpulr.audit.one_step("gaussian", "large", **options)
@@ -164,9 +169,9 @@ def test_the_single_canary_is_clipped_to_the_bound() -> None:
 @pytest.mark.parametrize(
     ("mechanism", "dim"),
     [
-        (dpulr.HiddenDirection(repeats=1, subspace=None), 10),
+        pytest.param(dpulr.HiddenDirection(repeats=1, subspace=None), 10, marks=pytest.mark.slow),
         pytest.param(dpulr.HiddenDirection(repeats=1, subspace=None, exact="auto"), 1, marks=pytest.mark.slow),
-        (dpulr.HiddenDirection(repeats=1, subspace=None, exact="auto"), 10),
+        pytest.param(dpulr.HiddenDirection(repeats=1, subspace=None, exact="auto"), 10, marks=pytest.mark.slow),
         (dpulr.Gradient(), 1),
     ],
     ids=["hidden", "hybrid, 1 dimension", "hybrid, 10 dimensions", "gradient"],

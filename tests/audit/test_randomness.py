@@ -29,6 +29,7 @@ def failing(checks: list[Check]) -> set[str]:
 
 
 @pytest.mark.parametrize("mechanism", ["hidden-direction", "gaussian"])
+@pytest.mark.slow
 def test_the_engine_passes(mechanism: str) -> None:
     report = check_engine(mechanism, seed=1)
     assert not report.broken
@@ -37,6 +38,7 @@ def test_the_engine_passes(mechanism: str) -> None:
     assert json.loads(report.to_json())["broken"] is False
 
 
+@pytest.mark.slow
 def test_the_operating_systems_randomness_passes() -> None:
     """False alarm 1e-6."""
     assert not check_engine(confidence=1 - 1e-6).broken

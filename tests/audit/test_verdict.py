@@ -34,6 +34,7 @@ def verdict(seed: int, count: int, *, shift: float = 1.0, claimed: float = 1.0, 
     )
 
 
+@pytest.mark.slow
 def test_a_true_claim_is_seldom_refuted() -> None:
     """At confidence 0.8, 25 times: at most 20 % on average. False alarm 5e-4."""
     assert sum(verdict(seed, 600, confidence=0.8).broken for seed in range(25)) <= 12
@@ -84,6 +85,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (tmp_path / "a" / "verdict.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_a_refuted_claim_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--mechanism", "paper", "--noise-multiplier", "4", "--trials", "100", "--seed", "1"]) == 4
     assert capsys.readouterr().out.startswith("BROKEN: nominally claims 0.927, at least ")

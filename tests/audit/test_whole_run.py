@@ -53,8 +53,9 @@ def test_guessing_at_random_proves_nothing() -> None:
     assert proved <= 9
 
 
+@pytest.mark.slow
 def test_many_runs() -> None:
-    verdict = dpulr.audit.many_runs("gaussian", runs=100, noise_multiplier=1.0, sample_rate=1.0, steps=3, seed=1)
+    verdict = dpulr.audit.many_runs("gaussian", runs=300, noise_multiplier=1.0, sample_rate=1.0, steps=3, seed=1)
     assert not verdict.broken
     assert verdict.game == "many runs"
     assert 0 < verdict.measured < verdict.claimed_epsilon

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from dpulr import accounting, errors, runs
 from dpulr.auto import Task, batch_size_for
-from dpulr.cli import main
+from dpulr.cli import main, options
 from dpulr.cli.options import SPELLINGS
 from dpulr.cli.progress import LiveView, make_view
 from tests.support import small_job
@@ -308,3 +309,17 @@ def test_warnings_are_sentences(tmp_path: Path, run_cli: Cli) -> None:
     (said,) = [line for line in ended.err.splitlines() if "200 records" in line]
     assert said.startswith("dpulr: the data set has 200 records; with fewer than")
     assert "Warning" not in ended.err
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Still(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:
+            return datetime(2026, 1, 2, 3, 4, 5)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(options, "datetime", Still)
+    for name in ("20260102-030405-search", "20260102-030405-search-2", "20260102-030405-search-3"):
+        folder = options.new_folder("search")
+        assert folder == Path("runs") / name
+        folder.mkdir(parents=True)

@@ -82,7 +82,7 @@ def arguments(rng: random.Random) -> Iterator[str]:
             yield f"{rng.choice(NAMES)}={rng.choice(JUNK)}" if rng.random() < 0.2 else rng.choice(JUNK)
 
 
-@counts(100, 4_500)
+@counts(40, 2_500)
 def test_arguments(cases: int, run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training itself is replaced: what counts here is how arguments are read."""
 
@@ -109,7 +109,7 @@ def test_arguments(cases: int, run_cli: Cli, tmp_path: Path, monkeypatch: pytest
     assert {0, 2} <= seen
 
 
-@counts(6, 120)
+@counts(3, 100)
 def test_values(cases: int, run_cli: Cli, tmp_path: Path) -> None:
     """Numbers of all sizes in a real training."""
     rng = random.Random(12)
@@ -142,7 +142,7 @@ repeats = 5
 """
 
 
-@counts(60, 3_500)
+@counts(20, 2_000)
 def test_configs(cases: int, run_cli: Cli, tmp_path: Path) -> None:
     rng = random.Random(13)
     for case in range(cases):
@@ -166,7 +166,7 @@ def test_configs(cases: int, run_cli: Cli, tmp_path: Path) -> None:
 
 
 # --- the files of a run -------------------------------------------------------------------------------------------------
-@counts(40, 2_000)
+@counts(15, 1_000)
 def test_run_files(cases: int, finished: Path, run_cli: Cli) -> None:
     """A changed ledger, head or config is refused, and the run is left as it was."""
     whole = content(finished)
@@ -193,7 +193,7 @@ def test_run_files(cases: int, finished: Path, run_cli: Cli) -> None:
     assert run_cli("resume", finished).code == 0
 
 
-@counts(40, 1_500)
+@counts(15, 800)
 def test_checkpoints(cases: int, finished: Path, run_cli: Cli) -> None:
     """Damaged weights are refused by name; they are never taken for others."""
     rng = random.Random(15)
@@ -214,7 +214,7 @@ def test_checkpoints(cases: int, finished: Path, run_cli: Cli) -> None:
     path.write_bytes(whole)
 
 
-@counts(3, 150)
+@counts(2, 100)
 def test_reports_of_damaged_metrics(cases: int, finished: Path, run_cli: Cli) -> None:
     """What is only for looking at may be damaged: the report shows the rest, and the ledger still decides what was spent."""
     rng = random.Random(16)

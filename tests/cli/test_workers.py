@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from dpulr.cli.progress import SilentView
+from dpulr.runs import Settings, start
+from tests.support.processes import on_ranks
 from tests.support.small_cli import ROOT, SMALL, child_environment, dpulr
 
 STEPS = 300
@@ -38,6 +41,42 @@ def workers_of(launcher: int) -> list[int]:
 
 
 @pytest.mark.slow
+def test_a_worker_that_hangs_is_waited_for_as_long_as_was_said(tmp_path: Path) -> None:
+    process = started(tmp_path / "run", "dpulr", "train", "--workers", "2", "--rank-timeout", "6")
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    while process.poll() is None and not (ledger.exists() and ledger.read_text().count('"kind": "step"') >= 20):
+        time.sleep(0.01)
+    stopped = workers_of(process.pid)[-1]
+    os.kill(stopped, signal.SIGSTOP)
+    out, err = process.communicate()
+    assert process.returncode == 1
+    assert f"rank 1 (process {stopped} " in err, (out + err)[-3000:]
+    assert "(time-out: 6 s)" in err
+    assert "frame #" not in err  # torch's own stacks
+
+
+def otherwise(rank: int, name: str, value: Any, folder: Path) -> dict[str, Any]:
+    return start(Settings(**{name: value} if rank else {}), folder, SilentView())
+
+
+@pytest.mark.parametrize(("name", "value", "usual"), [("schedule", "constant", "cosine"), ("evaluations", 2, 20)])
+def test_ranks_with_other_settings_are_refused_by_name(name: str, value: Any, usual: Any, tmp_path: Path) -> None:
+    """Those that an engine does not know of, too. Nothing is written."""
+    for found in on_ranks(2, otherwise, name, value, tmp_path / "run"):
+        assert found.text.startswith(f"rank 1 was started with another {name} than rank 0: {value}, not {usual}.")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e15"])
+def test_a_time_out_is_a_number_of_seconds(value: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(dpulr(capfd, "train", "--rank-timeout", "7", "--dry-run").out)["rank_timeout"] == 7
+    for command in (["train", *JOB, "--out", tmp_path / "run"], ["resume", tmp_path / "run"]):
+        ended = dpulr(capfd, *command, "--rank-timeout", value)
+        assert ended.code == 2
+        assert "rank_timeout is" in ended.err
+
+
+@pytest.mark.slow
 def test_torchrun_trains_with_one_voice(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     process = started(tmp_path / "run", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dpulr", "train")
     out, err = process.communicate()
@@ -45,7 +84,7 @@ def test_torchrun_trains_with_one_voice(tmp_path: Path, capfd: pytest.CaptureFix
     assert (out + err).count(f"step {STEPS} of {STEPS} ") == 1
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["ranks"] == 2
-    assert result["bytes_per_step"] == 8 * result["parameters"]  # in a ring of two: half of it there, half of it back
+    assert result["bytes_per_step"] == 4 * result["parameters"]  # in a ring of two: half of it there, half of it back
     assert result["guarantee"] == "certified"
     assert dpulr(capfd, "report", tmp_path / "run").code == 0
     report = (tmp_path / "run" / "report.html").read_text()

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dpulr.data.texts import encoded, read_texts, tokenizer_of
 from dpulr.errors import DataError, UsageError
 from dpulr.language import text_classifier
+from dpulr.runs.loading import load
 from tests.support.small_cli import dpulr
 from tests.support.tiny_bert import save
 
@@ -75,7 +77,7 @@ def test_a_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("trained", "names"),
-    [("head", 2), ("last:1", 18), ("bias", 19), ("lora", 10), ("all", 39)],
+    [("head", 2), ("last:1", 18), ("bias", 19), ("lora", 10), ("lora:1", 6), ("all", 39)],
 )
 def test_what_is_trained_is_chosen_by_a_word(folder: Path, trained: str, names: int) -> None:
     model = text_classifier(folder, 2, trained=trained)
@@ -84,22 +86,28 @@ def test_what_is_trained_is_chosen_by_a_word(folder: Path, trained: str, names: 
     assert {"head.weight", "head.bias"} <= set(chosen)
 
 
-@pytest.mark.parametrize("trained", ["some", "last", "last:9", "head:2"])
+@pytest.mark.parametrize("trained", ["some", "last", "last:9", "last:0", "lora:x", "head:2"])
 def test_other_words_are_refused(folder: Path, trained: str) -> None:
     with pytest.raises(UsageError, match="trained is"):
         text_classifier(folder, 2, trained=trained)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [[], ["--keep-frozen", "memory"]], ids=["as it is", "frozen layers kept"])
 def test_one_command_fine_tunes_a_model_on_a_file(
-    folder: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: list[str]
 ) -> None:
     out, test = tmp_path / "run", tmp_path / "test.csv"
     test.write_text("text,label\na very good film,good\na bad film,bad\n")
     columns = ["--text", "text", "--label", "label", "--labels", "bad,good"]
     options = ["--dataset", f"csv:{reviews}", *columns, "--model", f"hf:{folder}"]
     sizes = ["--tokens", "8", "--batch-size", "20", "--steps", "3", "--epsilon", "8", "--delta", "1e-3", "--test", str(test)]
-    ended = dpulr(capsys, "train", *options, *sizes, "--trained", "last:1", "--mechanism", "zeroth-order", "--out", out)
+    ended = dpulr(capsys, "train", *options, *sizes, "--trained", "last:1", *kept, "--mechanism", "zeroth-order", "--out", out)
     assert ended.code == 0, ended.err
     found = json.loads((out / "result.json").read_text())
     assert found["guarantee"] == "certified"
     assert found["steps"] == 3
+    before, after = dict(text_classifier(folder, 2, trained="last:1").named_parameters()), load(out).model
+    moved = {name for name, parameter in after.named_parameters() if not torch.equal(parameter, before[name])}
+    assert {"head.weight", "encoder.encoder.layer.1.output.dense.weight"} <= moved
+    assert moved == {name for name, parameter in before.items() if parameter.requires_grad}  # in the model itself, and no other

@@ -120,6 +120,7 @@ def batches(rank: int, steps: int) -> list[list[float]]:
     return [*found, [float(int(digest_of(private.model.parameters())[:8], 16))]]
 
 
+@pytest.mark.slow
 def test_all_ranks_take_the_same_secret_batches() -> None:
     found = on_ranks(2, batches, 6)
     assert found[0] == found[1]

@@ -41,13 +41,19 @@ MECHANISMS = [
 
 
 # --- the sum --------------------------------------------------------------------------------------------------------------
-def one_step(rank: int, model: Callable[[], nn.Module], mechanism: Any, shared_noise: bool) -> tuple[Tensor, str]:
+def one_step(
+    rank: int, model: Callable[[], nn.Module], mechanism: Any, shared_noise: bool, people: bool = False
+) -> tuple[Tensor, str]:
     """All of 37 records in one step without noise, directions by record: what is released, and the parameters after it.
+
+    They are those of 13 people, if people are protected.
 
     In float64: `zeroth-order` divides the rounding of a loss, which depends on the size of the batch, by its radius.
     """
     source = Replaying()
-    batches = {"sample_rate": 1.0, "expected_batch_size": 37.0}
+    batches: dict[str, Any] = {"sample_rate": 1.0, "expected_batch_size": 37.0}
+    if people:
+        batches |= {"unit": np.arange(37) // 3, "max_per_person": 3, "expected_batch_size": 13.0}
     private = engine(
         model().double(),
         points(37, dtype=torch.float64),
@@ -89,18 +95,30 @@ class Twice(nn.Module):
         return self.last(torch.tanh(self.first(torch.tanh(self.first(x)))))
 
 
-def all_steps(rank: int, model: Callable[[], nn.Module], mechanisms: list[Any], shared_noise: bool = True) -> Any:
-    return [one_step(rank, model, mechanism, shared_noise) for mechanism in mechanisms]
+def all_steps(
+    rank: int, model: Callable[[], nn.Module], mechanisms: list[Any], shared_noise: bool = True, people: bool = False
+) -> Any:
+    return [one_step(rank, model, mechanism, shared_noise, people) for mechanism in mechanisms]
 
 
 SHARING, EXACT_TAIL = [dpulr.Gradient(), dpulr.Gradient(clipping="per-layer")], [dpulr.HiddenDirection(repeats=2, exact="auto")]
+PEOPLE = [mechanism for mechanism in MECHANISMS if "adaptive" not in repr(mechanism)]  # who have several records each
 SLOW = {"marks": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    ("size", "mechanisms"),
+    [(2, [dpulr.HiddenDirection(repeats=3), dpulr.Gradient()]), pytest.param(3, PEOPLE, **SLOW), pytest.param(4, PEOPLE, **SLOW)],
+)
+def test_the_sum_over_people_is_that_of_one_process(size: int, mechanisms: list[Any]) -> None:
+    found = on_ranks(size, all_steps, mlp, mechanisms, True, True)
+    equal_to_one_process(found, all_steps(0, mlp, mechanisms, True, True))
 
 
 @pytest.mark.parametrize(
     ("size", "model", "mechanisms", "shared_noise"),
     [
-        pytest.param(3, mlp, MECHANISMS, True, id="3, all"),
+        pytest.param(3, mlp, MECHANISMS, True, **SLOW, id="3, all"),
         pytest.param(2, hybrid, EXACT_TAIL, True, id="2, hybrid"),
         pytest.param(2, Twice, SHARING, True, id="2, shared parameters"),
         pytest.param(3, mlp, MECHANISMS, False, **SLOW, id="3, all, noise by rank 0"),
@@ -114,7 +132,12 @@ def test_the_sum_over_ranks_is_that_of_one_process(
     size: int, model: Callable[[], nn.Module], mechanisms: list[Any], shared_noise: bool
 ) -> None:
     found = on_ranks(size, all_steps, model, mechanisms, shared_noise)
-    for i, (expected, _) in enumerate(all_steps(0, model, mechanisms)):
+    equal_to_one_process(found, all_steps(0, model, mechanisms))
+
+
+def equal_to_one_process(found: list[Any], alone: list[tuple[Tensor, str]]) -> None:
+    """To 1e-6, for each mechanism; and all ranks to the last bit, with their parameters."""
+    for i, (expected, _) in enumerate(alone):
         assert expected.norm() > 0.1
         assert (found[0][i][0] - expected).abs().max() < 1e-6 * max(1.0, float(expected.norm()))
         for other in found[1:]:
@@ -256,16 +279,19 @@ class Few(Dataset[Any]):
         return torch.ones(4), index % 2
 
 
-def uneven(rank: int) -> Any:
+def uneven(rank: int, num_workers: list[int]) -> Any:
     """Shards of 0, 60 and 3 records: the first rank knows neither records nor what they look like."""
-    private = engine(data=Few([0, 60, 3][rank]), sharded=True, batch_size=7, steps=5, mechanism="gradient")
+    shard = {"data": Few([0, 60, 3][rank]), "sharded": True, "num_workers": num_workers[rank]}
+    private = engine(batch_size=7, steps=5, mechanism="gradient", **shard)
     assert private.records.size == [0, 60, 3][rank]
     train(private)
     return private.sample_rate, private.plan.public_size, private.ledger.steps, digest_of(private.model.parameters())
 
 
-def test_shards_may_be_uneven_and_empty() -> None:
-    found = on_ranks(3, uneven)
+@pytest.mark.parametrize("num_workers", [[0, 0, 0], [1, 1, 0]])
+def test_shards_may_be_uneven_and_empty(num_workers: list[int]) -> None:
+    """Also where some read ahead and others do not: the empty shard never does."""
+    found = on_ranks(3, uneven, num_workers)
     assert found == [found[0]] * 3
     assert found[0][:3] == (7 / 63, 63, 5)
 
@@ -367,6 +393,12 @@ def odd_one(rank: int, what: str) -> Any:
         settings |= {"unit": [row // (2 + odd) for row in range(200)], "max_per_person": 2, "mechanism": dpulr.Gradient()}
     if what == "records" and odd:
         settings["data"] = blobs(100)
+    if what == "choice of trained parameters" and odd:
+        next(model.parameters()).requires_grad_(False)
+    if what == "loss function":
+        settings["loss_fn"] = nn.CrossEntropyLoss(reduction="none", label_smoothing=0.1 * odd)
+    if what == "weights":
+        settings["weights"] = dpulr.class_weights([1.0, 0.5 - 0.1 * odd])
     changed = {
         "sharded": True,
         "parallel": "passes",
@@ -398,6 +430,7 @@ def every_odd_one(rank: int, whats: list[str]) -> list[str]:
 def test_ranks_that_were_started_differently_are_refused_by_name() -> None:
     whats = ["version of dpulr", "seed", "batch_size", "steps", "noise_multiplier", "mechanism", "model", "records", "data set"]
     whats += ["initial value of the parameters", "optimizer", "unit", "sharded", "parallel", "shared_noise"]
+    whats += ["choice of trained parameters", "loss function", "weights"]
     found = on_ranks(2, every_odd_one, whats)
     assert found[0] == found[1]
     for what, said in zip(whats, found[0], strict=True):
@@ -443,6 +476,20 @@ def test_ranks_whose_parameters_differ_do_not_step(after: int, noticed: int) -> 
     for found in on_ranks(2, different_parameters, after):
         assert found.kind == "StepError"
         assert f"the ranks hold different parameters before step {noticed}: rank 0 has" in found.text
+
+
+def different_steps(rank: int) -> Any:
+    private = engine(steps=8)
+    train(private, 2)
+    if rank == 1:
+        private.ledger.append(private.plan.event)
+    train(private)
+
+
+def test_ranks_that_have_taken_different_numbers_of_steps_take_no_other() -> None:
+    for found in on_ranks(2, different_steps):
+        assert found.kind == "StepError"
+        assert "different numbers of steps: rank 0 has 2, rank 1 has 3." in found.text
 
 
 def test_alone_nothing_changes() -> None:

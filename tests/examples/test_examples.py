@@ -69,6 +69,7 @@ def test_an_example_is_short_and_says_what_one_learns(path: Path) -> None:
 
 # --- quickstart -----------------------------------------------------------------------------------------------------------
 @use("quickstart")
+@pytest.mark.slow
 def test_quickstart_stays_within_its_budget(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     spent, accuracy = example.main(epochs=1 / 40)
     assert spent.guarantee == "certified"
@@ -80,6 +81,7 @@ def test_quickstart_stays_within_its_budget(example: ModuleType, capsys: pytest.
 
 # --- huggingface ----------------------------------------------------------------------------------------------------------
 @use("huggingface")
+@pytest.mark.slow
 def test_a_model_of_hugging_face_is_fine_tuned(example: ModuleType, tmp_path: Path) -> None:
     from tests.support.tiny_bert import save
 
@@ -93,6 +95,7 @@ def test_a_model_of_hugging_face_is_fine_tuned(example: ModuleType, tmp_path: Pa
 
 # --- people ---------------------------------------------------------------------------------------------------------------
 @use("people")
+@pytest.mark.slow
 def test_people_are_protected_instead_of_records(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     (records, _), (people, _) = example.main(epochs=1 / 20)
     assert (records.unit, people.unit) == ("record", "person")
@@ -189,6 +192,7 @@ def test_the_rule_moves_weights_as_the_layer_would(example: ModuleType) -> None:
 
 
 @use("custom_layer")
+@pytest.mark.slow
 def test_the_layer_is_moved_at_its_output_and_learns(example: ModuleType) -> None:
     """Fresh noise: in 16 runs of this length the accuracy was 0.97 to 0.99."""
     engine, accuracy = example.main(steps=40)
@@ -235,6 +239,7 @@ def test_a_record_has_no_more_votes_than_the_noise_is_for(example: ModuleType, v
 
 # --- a black box ----------------------------------------------------------------------------------------------------------
 @use("black_box")
+@pytest.mark.slow
 def test_the_layer_before_the_black_box_is_trained(example: ModuleType) -> None:
     """No gradient reaches it. Fresh noise: in 16 runs with it trained accuracies were 0.97 to 0.98, without it 0.56 to 0.59."""
     box = example.Nearest()
@@ -265,7 +270,7 @@ def test_ray_goes_on_after_a_worker_is_killed(example: ModuleType, tmp_path: Pat
     said = (tmp_path / "log").read_text()
     assert code == 0, said[-3000:]
     assert len(workers) == 2
-    assert said.count("world_rank=0,") == 2  # the group was started again
+    assert said.count("Attempting to start training worker group") == 2  # the group was started again
     done = ast.literal_eval(said.rpartition("done: ")[2].splitlines()[0])
     assert done["steps"] == steps
     assert done["guarantee"] == "certified"
@@ -293,6 +298,7 @@ def test_an_example_beyond_backpropagation_fits_on_a_screen(name: str) -> None:
 
 
 @use("adapter")
+@pytest.mark.slow
 def test_an_adapter_learns_for_a_model_that_one_can_only_call(example: ModuleType) -> None:
     """Fresh noise: with all 150 steps 0.957."""
     _, before, after = example.main(steps=60, repeats=4)
@@ -301,6 +307,7 @@ def test_an_adapter_learns_for_a_model_that_one_can_only_call(example: ModuleTyp
 
 
 @use("forest")
+@pytest.mark.slow
 def test_a_layer_before_a_forest_learns(example: ModuleType) -> None:
     """Four classes; fresh noise: with 60 steps and 8 directions 0.785."""
     engine, accuracy = example.main(steps=25, repeats=4)
@@ -309,6 +316,7 @@ def test_a_layer_before_a_forest_learns(example: ModuleType) -> None:
 
 
 @use("service")
+@pytest.mark.slow
 def test_a_service_in_the_middle(example: ModuleType) -> None:
     engine, accuracy = example.main(steps=8)
     assert engine.mechanism.exact == ("2",)
@@ -316,6 +324,7 @@ def test_a_service_in_the_middle(example: ModuleType) -> None:
 
 
 @use("quantised")
+@pytest.mark.slow
 def test_binary_weights_behind_int8(example: ModuleType) -> None:
     engine, accuracy = example.main(steps=15, repeats=2)
     assert [site.space for site in engine.forward.sites] == ["output", "output"]
@@ -323,6 +332,7 @@ def test_binary_weights_behind_int8(example: ModuleType) -> None:
 
 
 @use("counted_errors")
+@pytest.mark.slow
 def test_errors_are_a_loss(example: ModuleType) -> None:
     engine, accuracy = example.main(epochs=1 / 20, repeats=1)
     assert engine.steps_taken == 3
@@ -330,14 +340,16 @@ def test_errors_are_a_loss(example: ModuleType) -> None:
 
 
 @use("spiking")
+@pytest.mark.slow
 def test_snntorch_on_mnist(example: ModuleType) -> None:
     engine, accuracy = example.main(epochs=1 / 100, repeats=1)
     assert [site.name for site in engine.forward.sites] == ["first", "last"]
-    assert engine.mechanism.radius > 0.1
+    assert engine.mechanism.distances(2)[0] > 0.1
     assert 0 < accuracy < 1
 
 
 @use("events")
+@pytest.mark.slow
 def test_events_are_made_of_each_picture_alone(example: ModuleType) -> None:
     images = dpulr.data.load("mnist")[0].tensors[0][:20]
     films = example.events(images)
@@ -354,6 +366,7 @@ def test_events_are_made_of_each_picture_alone(example: ModuleType) -> None:
 
 # --- Lightning ------------------------------------------------------------------------------------------------------------
 @use("lightning_mnist")
+@pytest.mark.slow
 def test_lightning_trains_and_says_what_was_spent(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     accuracy, own = example.main(steps=3, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path)
     assert 0 <= accuracy <= 1

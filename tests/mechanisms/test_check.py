@@ -186,6 +186,7 @@ class BoundsRecords(Gradient):
         return EachRecord(self, forward, plan, memory_limit=memory_limit, seed=seed)
 
 
+@pytest.mark.slow
 def test_people_are_tried_as_people() -> None:
     """A person with three records may move the sum no further than one record may."""
     for mechanism in (Gradient(), HiddenDirection(per_person=3, repeats=1), ZerothOrder(repeats=2)):

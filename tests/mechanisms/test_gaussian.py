@@ -20,7 +20,7 @@ import dpulr
 from dpulr.errors import InvalidArgument
 from dpulr.mechanisms.base import WITH_MARGIN
 from dpulr.mechanisms.gaussian import FittedGaussian
-from dpulr.randomness import RandomSource
+from dpulr.randomness import RandomSource, normal_float32
 from tests.support.core import LOSS, directions, engine, fit, normed_mlp, points, rounded, total, train
 
 ESTIMATORS = ("likelihood-ratio", "baseline", "antithetic")
@@ -52,7 +52,8 @@ def literal_gradient(
             settings.space == "auto" and not isinstance(layer, nn.PReLU) and shape.numel() <= count
         )
         dim = shape.numel() if outputs else count
-        z = torch.from_numpy(draws.standard_normal((settings.repeats, drawn(len(rows)), dim), np.float32))
+        shape = (settings.repeats, drawn(len(rows)), dim)
+        z = torch.from_numpy(normal_float32(draws, math.prod(shape))).view(shape)
         for i, row in enumerate(rows):
             x, y = data[row]
             signal = torch.zeros(z.shape[2])

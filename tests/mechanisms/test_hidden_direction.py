@@ -23,7 +23,7 @@ import dpulr
 from dpulr.accounting.small_signal import mean_overlap
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN
-from dpulr.randomness import Ahead, Directions, RandomSource
+from dpulr.randomness import Ahead, Directions, RandomSource, normal_float32
 from tests.support.core import LOSS, all_kinds, directions, engine, fit, mlp, points, rounded, total, train
 
 
@@ -49,9 +49,11 @@ def literal_step(
     rows = coins.choice(len(dataset), coins.binomial(len(dataset), rate), replace=False)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for name, layer in layers.items():
+    sizes = [repeats * drawn(len(rows)) * layer.out_features for layer in layers.values()]
+    numbers = torch.from_numpy(normal_float32(draws, sum(sizes))).split(sizes)
+    for (name, layer), own in zip(layers.items(), numbers, strict=True):
         d = layer.out_features
-        z = torch.from_numpy(draws.standard_normal((repeats, drawn(len(rows)), d), np.float32))
+        z = own.view(repeats, drawn(len(rows)), d)
         z = z / z.norm(dim=2, keepdim=True)
         for i, row in enumerate(rows):
             x, y = dataset[row]
@@ -166,6 +168,7 @@ def test_directions_are_uniform_on_the_sphere_and_fresh() -> None:
         assert not torch.equal(z, source.sphere(4, 2_000, d))
 
 
+@pytest.mark.slow
 def test_directions_do_not_outlive_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the numbers drawn, and no view of them."""
     drawn: list[weakref.ref[Any]] = []

@@ -85,7 +85,7 @@ def test_a_broken_record_leaves_the_others_alone() -> None:
     weight = fitted.weights[0]
     xh = torch.cat([x, torch.ones(4, 1)], 1)
     xh = xh / xh.norm(dim=1, keepdim=True) * kept.unsqueeze(1)
-    assert torch.allclose(some[0][:30].view(5, 6).float(), weight * signal[:4].t() @ xh[:, :-1], atol=4e-3)
+    assert torch.allclose(some[0][:30].view(5, 6).float(), WITH_MARGIN * weight * signal[:4].t() @ xh[:, :-1], atol=1e-4)
 
 
 def test_a_rule_whose_gains_do_not_tell_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ import dpulr
 from dpulr.accounting.events import HiddenSite
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN
-from dpulr.randomness import RandomSource
+from dpulr.randomness import RandomSource, normal_float32
 from tests.support.core import LOSS, all_kinds, engine, fit, mlp, parts_of, points, train
 
 
@@ -32,7 +31,7 @@ def test_a_group_is_moved_in_one_pass_along_one_joint_direction(method: str, ant
     fitted = fit(settings, model, method=method)
     assert settings.release(fitted.forward.sites, 2.0).sites == (HiddenSite(8, 2.0, 1),)
     x, y = dataset[:]
-    z = torch.from_numpy(RandomSource(3).numpy("directions").standard_normal((1, 8, 8), np.float32))[0]
+    z = torch.from_numpy(normal_float32(RandomSource(3).numpy("directions"), 64)).view(8, 8)
     z = z / z.norm(dim=1, keepdim=True)
     wanted = [torch.zeros(5, 7), torch.zeros(3, 6)]
     for i in range(8):

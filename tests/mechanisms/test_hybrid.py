@@ -219,13 +219,35 @@ def test_it_is_one_release_priced_as_a_product() -> None:
 
 
 def test_automatic_weights_are_public_arithmetic() -> None:
-    """The exact layers are clipped together: their gradients' guesses add up in squares."""
+    """The exact layers are clipped together: their gradients' guesses add up in squares. One direction in 5 dimensions sees
+    sqrt(1/5) of a gradient."""
     mechanism = dpulr.HiddenDirection(exact=("2", "3", "5"))
     layout = mechanism.layout(fit(mechanism, boxed(), EXAMPLE).forward.sites)
     hidden, exact = layout.weights(50.0)  # so much noise that the hidden direction costs nothing: shares as the guessed gradients
     from dpulr.accounting.small_signal import mean_overlap
 
-    assert exact / hidden == pytest.approx(np.sqrt((5 + 1 + 4) / 6) * mean_overlap(5), rel=1e-3)
+    assert exact / hidden == pytest.approx(np.sqrt((5 + 1 + 4) / 6) * mean_overlap(5) * np.sqrt(5), rel=1e-3)
+
+
+@pytest.mark.parametrize(("width", "repeats"), [(256, 1), (1024, 8), (4096, 8)])
+def test_a_wide_hidden_layer_leaves_the_exact_ones_their_share(width: int, repeats: int) -> None:
+    """Directions see little of a wide layer's gradient. What the exact layer gets is nearly what it would have alone."""
+    model = nn.Sequential(nn.Linear(6, width), Sign(), nn.Linear(width, 3)).double()
+    mechanism = dpulr.HiddenDirection(exact=("2",), repeats=repeats)
+    release = mechanism.layout(fit(mechanism, model, EXAMPLE).forward.sites).release(1.0)
+    assert release.equivalent_noise() > 0.8 * release.gaussian[0]
+
+
+@pytest.mark.filterwarnings("ignore:running")
+def test_a_hidden_layer_beside_exact_ones_steps_in_proportion_to_its_signal() -> None:
+    """What noise does to a hidden layer, over what it does to an exact one: the mean overlap; without exact layers, one over it."""
+    from dpulr.accounting.small_signal import mean_overlap
+
+    for exact, expected in ((("2", "3", "5"), mean_overlap(5)), ("none", 1 / mean_overlap(5))):
+        fitted = fit(dpulr.HiddenDirection(exact=exact, subspace=None), boxed(), EXAMPLE)
+        into = [{name: torch.zeros_like(p) for name, p in site.layer.parameters.items()} for site in fitted.sites]
+        fitted.lift(torch.ones(fitted.size, dtype=torch.float64), fitted.draw_public(0), into)
+        torch.testing.assert_close(into[0]["bias"], torch.full((5,), expected, dtype=torch.float64))
 
 
 @pytest.mark.filterwarnings("ignore:running")

@@ -47,6 +47,7 @@ class Apart(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 def test_a_record_s_slopes_do_not_depend_on_the_others_at_all() -> None:
     """Losses of a batch and of each record without the others are the same to the last bit."""
     model = Apart()

@@ -56,6 +56,7 @@ def test_only_mechanisms_are_registered(what: object) -> None:
 
 
 # --- one from outside -----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_an_own_mechanism_trains_by_its_name() -> None:
     model = small_mlp()
     private = engine(
@@ -76,6 +77,7 @@ def test_an_own_mechanism_trains_by_its_name() -> None:
     assert "secret noise and batches" in str(spent)
 
 
+@pytest.mark.slow
 def test_its_plan_is_priced_by_its_own_release() -> None:
     private = engine(mechanism=CoordinateDifferences(coordinates=3), noise_multiplier=1.3)
     assert private.plan.event == accounting.SampledStep(CoordinateRelease(1.3, 3), 0.1)
@@ -102,6 +104,7 @@ def test_a_gaussian_release_may_bear_another_name() -> None:
     assert "1 step of the mine mechanism" in str(private.privacy_spent())
 
 
+@pytest.mark.slow
 def test_its_run_resumes() -> None:
     first = engine(mechanism="coordinate-differences", steps=6)
     train(first, 4)

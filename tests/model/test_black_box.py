@@ -242,6 +242,7 @@ def service() -> Iterator[Service]:
     service.stop()
 
 
+@pytest.mark.slow
 def test_a_service_dies_and_comes_back(service: Service) -> None:
     """The step is charged, the error names the box, nothing is changed, and training goes on: here and after a restart."""
     run = private(boxed(service, concurrency=2, batch_size=4, timeout=10), steps=6)

@@ -25,7 +25,7 @@ from tests.support import zoo as models
 from tests.support.core import CPU, LOSS, engine, train
 
 zoo: Any = pytest.importorskip("benchmarks.zoo", exc_type=ImportError)
-QUICK = ["BERT", "ViT"]
+QUICK = ["BERT"]
 
 
 def prepared(model: nn.Module, loss_fn: Any, example: Any, **settings: Any) -> Forward:
@@ -194,6 +194,7 @@ class Encoded(Dataset[Any]):
 
 @pytest.mark.filterwarnings("ignore:the data set has")
 @pytest.mark.parametrize("make", [dpulr.HiddenDirection, dpulr.ZerothOrder.dpzero], ids=["hidden-direction", "dpzero"])
+@pytest.mark.slow
 def test_a_tokenizers_records_train_a_lora(make: Callable[[], Any]) -> None:
     peft = pytest.importorskip("peft")
     case = zoo.MODELS["BERT"]

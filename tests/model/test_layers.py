@@ -226,6 +226,7 @@ def test_register_adds_a_rule() -> None:
     assert isinstance(rule_for(layer, dict(layer.named_parameters())), LinearRule)
 
 
+@pytest.mark.slow
 def test_a_rule_is_registered_in_a_fresh_interpreter() -> None:
     """`dpulr.layers` is there without anything else having been imported before."""
     program = """

@@ -83,6 +83,7 @@ def test_a_program_inside_a_model_gives_its_losses(name: str, trained: bool) -> 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mechanism", ["hidden-direction", "gradient", "zeroth-order", "gaussian"])
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow
 def test_a_whole_program_is_trained(name: str, mechanism: str) -> None:
     torch.manual_seed(0)
     model = made(name, nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))

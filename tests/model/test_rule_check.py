@@ -79,6 +79,11 @@ class BlindGains(LinearRule):
         return super().gains(call).nan_to_num(1e30, 1e30)
 
 
+class BlindNorms(LinearRule):
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        return super().norms(call, signal).nan_to_num(1e30, 1e30)
+
+
 class OtherGradient(LinearRule):
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         super().add_gradient(call, signal.flip(1), into)
@@ -99,6 +104,7 @@ class OthersWeights(LinearRule):
         (SmallJointNorms, r"'0' \(Mine\) is wrong: .* is 3 times as long as its joint norm allows"),
         (SmallForLarge, r"'0' \(Mine\) is wrong: .* times as long as its gain allows"),
         (BlindGains, "its gains are finite for an input of nan"),
+        (BlindNorms, "its norms are finite for a signal of nan"),
         (OtherGradient, "its add_gradient is not the gradient that torch finds"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.errors import InvalidArgument
-from dpulr.randomness import RandomSource
+from dpulr.randomness import RandomSource, normal_float32
 from tests.support.algorithm_1 import BASE, SIGMA0, Literal, Residual, convolutions, data, engine_for, images
 from tests.support.core import LOSS, gradient, normed_mlp, total, train
 
@@ -159,7 +159,7 @@ def test_the_virtual_linear_layer_perturbs_parameters(most: float) -> None:
     for layer, sigma in zip(("0", "2", "3"), sigmas, strict=True):
         names = [n for n in clean if n.startswith(layer)]
         width = sum(clean[n].numel() for n in names)
-        z = torch.from_numpy(rng.standard_normal((3, len(inputs), width), np.float32)).double() * sigma
+        z = torch.from_numpy(normal_float32(rng, 3 * len(inputs) * width)).view(3, -1, width).double() * sigma
         summed = torch.zeros(width, dtype=torch.float64)
         for i in range(len(inputs)):
             proxy = torch.zeros(width, dtype=torch.float64)

@@ -254,15 +254,10 @@ class Unreadable:
         self.problem = problem
 
 
-def odd_values(case: Case, rng: np.random.Generator, *, huge: bool = True) -> Item:
-    """A record of the right shape and type: not finite, tiny, huge, all alike, mixed, or with a label or word that does not exist.
-
-    `huge`: above 10, where losses are so large that their differences drown in rounding. Others that are so are not compared: torch
-    rounds the last 31 numbers of some operations (sigmoid, GELU) in another way, so that one row more may turn their signs
-    (docs/pitfalls.md).
-    """
+def odd_values(case: Case, rng: np.random.Generator) -> Item:
+    """A record of the right shape and type: not finite, tiny, huge, all alike, mixed, or with a label that does not exist."""
     inputs, target = ordinary(case, rng)
-    size = 10.0 ** rng.uniform(-44, 38.5 if huge else 1)
+    size = 10.0 ** rng.uniform(-44, 38.5)
     ways: list[Callable[[Tensor], Tensor]] = [
         lambda x: x * size,
         lambda x: torch.full_like(x, size),
@@ -272,7 +267,7 @@ def odd_values(case: Case, rng: np.random.Generator, *, huge: bool = True) -> It
             torch.arange(x.numel()).view(x.shape) == rng.integers(x.numel()), [np.nan, np.inf, size][rng.integers(3)], x
         ),
         torch.zeros_like,
-        lambda x: x * (10.0 ** torch.from_numpy(rng.uniform(-20, 20 if huge else 1, x.shape))).to(x.dtype),
+        lambda x: x * (10.0 ** torch.from_numpy(rng.uniform(-20, 20, x.shape))).to(x.dtype),
         lambda x: x,
     ]
     way = ways[rng.integers(len(ways))]
@@ -435,14 +430,14 @@ class Pairs:
         kinds = FITTING if fitting else ANY
         kind = list(kinds)[rng.integers(len(kinds))]
 
-        def some(huge: bool) -> Item:
+        def some() -> Item:
             if fitting or rng.random() < 0.4:
-                return odd_values(self.case, rng, huge=huge)
+                return odd_values(self.case, rng)
             return odd_kinds(self.case, rng)
 
         others = [ordinary(self.case, rng)]
-        others += [ordinary(self.case, rng) if rng.random() < 0.7 else some(False) for _ in range(rng.integers(7))]
-        own = some(True) if rng.random() < 0.85 else others[rng.integers(len(others))]
+        others += [ordinary(self.case, rng) if rng.random() < 0.7 else some() for _ in range(rng.integers(7))]
+        own = some() if rng.random() < 0.85 else others[rng.integers(len(others))]
         place = 1 + int(rng.integers(len(others)))  # the first record gives the schema, which is public
         joined = [*others[:place], own, *others[place:]]
         what = f"{self.name}, pair {number}: {MECHANISMS[mechanism]}, chunk {chunk}, {kind}, record {own}"

@@ -506,7 +506,8 @@ def moved_by_one(mechanism: Any, records: int, pattern: str) -> float:
     """The largest shift of the computed sum over its bound when the first, the middle or the last record is left out."""
     torch.manual_seed(0)
     example = torch.zeros(1, 8), torch.zeros(1, 4)
-    fitted = fit(mechanism, nn.Sequential(nn.Linear(8, 4, bias=False)), example, loss_fn=linear_loss)
+    planned = {"records": 2 * records, "batch_size": records}
+    fitted = fit(mechanism, nn.Sequential(nn.Linear(8, 4, bias=False)), example, loss_fn=linear_loss, **planned)
     bound = fitted.weights[0] if isinstance(mechanism, dpulr.HiddenDirection) else mechanism.max_grad_norm
     x = torch.ones(records + 1, 8)
     if pattern == "half tiny":

@@ -259,17 +259,17 @@ def pair_of(name: str, number: int) -> tuple[int, int | None, OfPeople, OfPeople
     """A mechanism, the size of parts, people, and the same with one more, who has any number of records of any kind."""
     case, rng = MODELS[name], np.random.default_rng([number, *name.encode()])
 
-    def record(odd: float, huge: bool) -> Any:
+    def record(odd: float) -> Any:
         if rng.random() >= odd:
             return ordinary(case, rng)
-        return odd_values(case, rng, huge=huge) if rng.random() < 0.6 else odd_kinds(case, rng)
+        return odd_values(case, rng) if rng.random() < 0.6 else odd_kinds(case, rng)
 
-    def person(odd: float, most: int = MOST, *, huge: bool = False) -> list[Any]:
-        return [record(odd, huge) for _ in range(rng.integers(1, most + 1))]
+    def person(odd: float, most: int = MOST) -> list[Any]:
+        return [record(odd) for _ in range(rng.integers(1, most + 1))]
 
     others = [[ordinary(case, rng), *person(0.2, MOST - 1)], *[person(0.2) for _ in range(rng.integers(6))]]
     place = 1 + int(rng.integers(len(others)))
-    joined = [*others[:place], person(0.7, MOST + 2, huge=True), *others[place:]]  # of more than MOST, some are drawn
+    joined = [*others[:place], person(0.7, MOST + 2), *others[place:]]  # of more than MOST, some are drawn
     return int(rng.integers(len(MECHANISMS))), (None, 3)[rng.integers(2)], OfPeople(others), OfPeople(joined)
 
 

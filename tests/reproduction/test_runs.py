@@ -73,6 +73,7 @@ def test_defaults_of_the_package_may_change_without_losing_results(monkeypatch: 
     assert key(changed(bare, mechanism_options={"antithetic": not stated["antithetic"]}).describe()) != key(bare.describe())
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_run_again(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 
@@ -103,6 +104,7 @@ def test_runs_side_by_side(results: Path) -> None:
     assert {result["steps"] for result in done} == {10}
 
 
+@pytest.mark.slow
 def test_the_papers_loop_has_no_epsilon_and_lowers_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """DP-ULR for ten steps; and plain SGD over 21 epochs of two steps: the rate falls every ten epochs."""
     result = TINY.train(lambda share: None)

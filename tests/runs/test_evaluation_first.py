@@ -48,6 +48,7 @@ def test_a_missing_test_part_is_named(tmp_path: Path, run_cli: Callable[..., End
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_nor_by_resume(tmp_path: Path, run_cli: Callable[..., Ended]) -> None:
     TEST_PART[:] = [small_job.data()[1]]
     folder = tmp_path / "run"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr.paper.step import FittedPaper
-from dpulr.randomness import RandomSource
+from dpulr.randomness import RandomSource, normal_float32
 from tests.support.core import LOSS, engine, fit, points
 
 SIGMA0 = 0.9
@@ -131,7 +130,8 @@ class Literal:
 
     def normals(self, layer: nn.Module, repeats: int) -> Tensor:
         width = self.run(*self.batch[0], {})[1][layer][1].numel()
-        return torch.from_numpy(self.directions.standard_normal((repeats, len(self.batch), width), np.float32)).double()
+        numbers = normal_float32(self.directions, repeats * len(self.batch) * width)
+        return torch.from_numpy(numbers).view(repeats, len(self.batch), width).double()
 
     def gradient(self, layer: nn.Module, estimates: list[Tensor], std: float, repeats: int, clip: float) -> Tensor:
         """Clip each record, add up, add the extra noise; not yet divided."""

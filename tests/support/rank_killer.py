@@ -47,8 +47,9 @@ class RanksRun(Run):
         if rng is not None and victim is not None:
             self.wait(processes[victim], rng)
             os.kill(processes[victim], signal.SIGKILL)
-            codes = {victim: self.ended(processes[victim])}
-        codes |= {rank: self.ended(process) for rank, process in enumerate(processes) if rank != victim}
+            codes = {victim: self.ended(processes[victim], time.monotonic() + PATIENCE)}
+        end = time.monotonic() + PATIENCE
+        codes |= {rank: self.ended(process, end) for rank, process in enumerate(processes) if rank != victim}
         said = self.log.read_text()[before:]
         if victim is None or codes[victim] is not None:
             assert set(codes.values()) == {0}, (codes, said[-2000:])
@@ -83,9 +84,8 @@ class RanksRun(Run):
         os.dup2(log, 2)
         os._exit(main(["resume", str(self.folder)] if started else ["train", *JOB, "--out", str(self.folder)]))
 
-    def ended(self, process: int) -> int | None:
-        """The exit code, or None if it was killed, as torchrun does when it waits for too long."""
-        end = time.monotonic() + PATIENCE
+    def ended(self, process: int, end: float) -> int | None:
+        """The exit code, or None if it was killed: by then, as torchrun does with all that are left."""
         while time.monotonic() < end:
             found, status = os.waitpid(process, os.WNOHANG)
             if found:

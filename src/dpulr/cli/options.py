@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -64,3 +67,10 @@ def setting(name: str) -> inspect.Parameter:
 
 def spellings(name: str) -> list[str]:
     return [f"--{name.replace('_', '-')}", *([SPELLINGS[name]] if name in SPELLINGS else [])]
+
+
+def new_folder(name: str) -> Path:
+    """A folder in runs/ that is not there yet, named by the time. Of several in one second the later ones are numbered."""
+    first = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    others = (first.with_name(f"{first.name}-{i}") for i in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], others) if not folder.exists())

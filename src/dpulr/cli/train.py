@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
-from dpulr.cli.options import AsJson, Logs, Restarts, Sets, Unprotected, Workers, takes_settings
+from dpulr.cli.options import AsJson, Logs, Restarts, Sets, Unprotected, Workers, new_folder, takes_settings
 from dpulr.distributed.launch import joined, launch, restarted, under_torchrun
 from dpulr.errors import UsageError
 from dpulr.runs.config_files import read_config, split_invocation
@@ -51,20 +50,21 @@ def train(
             arguments = ["train", "--config", str(config), "--out", str(folder), *(name for name, on in flags.items() if on)]
             arguments += [text for name in log or () for text in ("--log", name)]
             raise typer.Exit(launch(workers, arguments, restarts=restarts))
-    from dpulr.cli.progress import logged, make_view
-    from dpulr.distributed.ranks import join
-    from dpulr.runs import run
-    from dpulr.runs.folder import CONFIG
+    with joined():
+        from dpulr.cli.progress import logged, make_view
+        from dpulr.distributed.ranks import join
+        from dpulr.runs import run
+        from dpulr.runs.folder import CONFIG
 
-    with joined(), logged(make_view(as_json=flags["--json"]), log, folder) as view:
-        shown = flags["--show-unprotected"]
-        if restarted() and join().shared(lambda: (folder / CONFIG).exists()):
-            result = run.resume(folder, view, show_unprotected=shown)
-        else:
-            result = run.start(settings, folder, view, allow_uncertified=flags["--allow-uncertified"], show_unprotected=shown)
-        view.result(result)
+        with logged(make_view(as_json=flags["--json"]), log, folder) as view:
+            shown, timeout = flags["--show-unprotected"], settings.rank_timeout
+            if restarted() and join(timeout=timeout).shared(lambda: (folder / CONFIG).exists()):
+                result = run.resume(folder, view, show_unprotected=shown, rank_timeout=timeout)
+            else:
+                result = run.start(settings, folder, view, allow_uncertified=flags["--allow-uncertified"], show_unprotected=shown)
+            view.result(result)
 
 
 def _default_folder(settings: Settings) -> Path:
     dataset = settings.dataset.replace(":", ".").replace("/", ".")
-    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{dataset}-{settings.mechanism}"
+    return new_folder(f"{dataset}-{settings.mechanism}")

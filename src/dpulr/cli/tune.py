@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpulr.cli.options import AsJson, Sets, takes_settings
+from dpulr.cli.options import AsJson, Sets, new_folder, takes_settings
 from dpulr.errors import UsageError
 from dpulr.runs.config_files import read_config, split_invocation
 from dpulr.runs.settings import Settings
@@ -54,7 +53,7 @@ def tune(
         for line in tuning.describe(plan_search(search)):
             print(line)
         return
-    folder = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-search"
+    folder = out or new_folder("search")
     tuning.begin(search, folder, _say(as_json))
     _show(tuning.finish(folder, jobs=jobs, say=_say(as_json)), folder, as_json)
 

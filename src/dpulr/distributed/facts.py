@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import platform
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dpulr
 from dpulr.distributed.ranks import Alone, digest_of
@@ -41,13 +42,33 @@ def facts(
     found |= {item.name: str(getattr(request, item.name)) for item in fields(request)}
     found["mechanism"] = repr(mechanism)
     found["model"] = str(model)
-    found["loss function"] = getattr(loss_fn, "__qualname__", str(loss_fn))
+    found["choice of trained parameters"] = ", ".join(name for name, value in model.named_parameters() if value.requires_grad)
+    found["loss function"] = described(loss_fn)
     found["optimizer"] = repr(optimizer)
     found["schema"] = str(records.schema)
     found["initial value of the parameters (a seed for them may be missing)"] = digest_of(model.state_dict().values())
     if not ranks.sharded:
         found["data set (if each rank has its own part, say sharded=True)"] = records.sample_digest()
     return found
+
+
+def described(value: Any, depth: int = 4) -> str:
+    """A function or a module with its numbers, in words that are the same in every process: no addresses, no devices."""
+    if isinstance(value, Tensor):
+        return digest_of([value])
+    if isinstance(value, float | None):
+        return repr(value)
+    if depth == 0:
+        return "..."
+    if isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        return f"partial({', '.join(described(part, depth - 1) for part in parts)})"
+    if isinstance(value, nn.Module):
+        plain = {name: own for name, own in vars(value).items() if isinstance(own, bool | int | float | str) and name[0] != "_"}
+        return f"{value} {plain or ''} {digest_of(value.state_dict().values())}"
+    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    kept = [described(cell, depth - 1) for cell in cells if callable(cell) or isinstance(cell, float | Tensor)]
+    return " ".join([getattr(value, "__qualname__", type(value).__qualname__), *kept])
 
 
 def check_shareable(fitted: FittedMechanism[Any], request: Request) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from dpulr.errors import RankLost, UsageError
 
 MEETING_SECONDS = 300
+RANK_TIMEOUT = 300.0
+"""Seconds that a rank waits for another, where nothing else is said."""
 
 
 def rank() -> int:
@@ -38,13 +40,16 @@ def joined() -> Iterator[None]:
     if not under_torchrun():
         yield
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is named: no stack of torch's own above that
     import torch.distributed as dist
 
     size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=MEETING_SECONDS)
     try:
         dist.init_process_group("gloo", store=_fresh_store(size, timeout), rank=rank(), world_size=size, timeout=timeout)
     except RuntimeError as problem:
-        raise RankLost(f"the {size} processes could not meet within {MEETING_SECONDS} s.") from problem
+        raise RankLost(
+            f"the {size} processes could not meet: one has ended, or did not come (time-out: {MEETING_SECONDS} s)."
+        ) from problem
     try:
         yield
     finally:

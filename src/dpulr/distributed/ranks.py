@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dpulr import validate
 from dpulr.accounting.ledger import Ledger
+from dpulr.distributed.launch import RANK_TIMEOUT
 from dpulr.distributed.pulse import Pulse, own_store
 from dpulr.errors import InvalidArgument, RankLost, StepError
 from dpulr.randomness import RandomSource, common_stream
@@ -38,6 +39,8 @@ MOST_RANKS = 256
 """More shares of the noise would need a grid so coarse that their rounding shows (docs/theory.md, section 9)."""
 COMPARE_EVERY = 100
 """Steps after which the ranks compare their parameters."""
+_FAILED, _CHARGED, _NO_GUARANTEE, _OTHER_STEPS, _OTHER_PARAMETERS = range(-1, 4)
+"""What rank 0 says when a step is to be charged."""
 
 
 class Alone:
@@ -63,12 +66,19 @@ class Alone:
         """The ledger, on rank 0; elsewhere a copy of it, in memory."""
         return ledger()
 
-    def meet(self, reasons: Sequence[str], steps: int, parameters: Iterable[Tensor]) -> list[str]:
-        """All ranks are here, after the same number of steps and with the same parameters. Returns what voids, on any of them."""
-        return list(reasons)
+    def charged(
+        self,
+        charge: Callable[[], None],
+        *,
+        steps: int,
+        parameters: Iterable[Tensor],
+        reasons: Sequence[str],
+        void: Callable[[str], None],
+    ) -> None:
+        """Charge a step on rank 0, when all ranks are there, after so many steps and with the same parameters; then on the others.
 
-    def charged(self, charge: Callable[[], None]) -> None:
-        """Charge a step on rank 0; the others note it when that is done."""
+        If any of them has reasons for no guarantee, all call `void` with them before.
+        """
         charge()
 
     def batch_stream(self, source: RandomSource) -> np.random.Generator:
@@ -169,37 +179,77 @@ class Ranks(Alone):
         return opened[0] if opened else Ledger.from_dict(copy)
 
     # --- a step -------------------------------------------------------------------------------------------------------
-    def meet(self, reasons: Sequence[str], steps: int, parameters: Iterable[Tensor]) -> list[str]:
+    def charged(
+        self,
+        charge: Callable[[], None],
+        *,
+        steps: int,
+        parameters: Iterable[Tensor],
+        reasons: Sequence[str],
+        void: Callable[[str], None],
+    ) -> None:
         compare = steps >= self._compared + COMPARE_EVERY
         digest = int(digest_of(parameters)[:15], 16) if compare else 0
         self._compared = steps if compare else self._compared
-        own = [len(reasons), steps, -steps, digest, -digest]
-        most = self._reduced(torch.tensor(own), dist.ReduceOp.MAX, f"before step {steps + 1}").tolist()
-        if most[1] != -most[2]:
+        own, all_know = torch.tensor([steps, digest, len(reasons)]), False
+
+        def decide(everybody: Tensor) -> int:
+            taken, digests, voiding = everybody.unbind(1)
+            if bool((taken != taken[0]).any()):
+                return _OTHER_STEPS
+            if bool((digests != digests[0]).any()):
+                return _OTHER_PARAMETERS
+            if bool(voiding.any()) and not all_know:
+                return _NO_GUARANTEE
+            charge()
+            return _CHARGED
+
+        when = f"before step {steps + 1}, while it was charged"
+        answer = self._decided(when, own, decide)
+        if answer == _NO_GUARANTEE:
+            for reason in [reason for theirs in self.gathered(list(reasons)) for reason in theirs]:
+                void(reason)
+            all_know = True
+            answer = self._decided(when, own, decide)
+        if answer == _OTHER_STEPS:
             raise StepError(f"the ranks have taken different numbers of steps: {self._by_rank(steps)}. All must take the same.")
-        if most[3] != -most[4]:
+        if answer == _OTHER_PARAMETERS:
             raise StepError(
                 f"the ranks hold different parameters before step {steps + 1}: {self._by_rank(f'{digest:x}')}. Something beside "
                 "engine.step() has changed them, or the processors compute differently: all ranks need the same kind."
             )
-        return [reason for own_reasons in self.gathered(list(reasons)) for reason in own_reasons] if most[0] else []
+        if answer == _FAILED:
+            raise RankLost("rank 0 could not charge the next step to its ledger: nothing is computed.")
+        if self.rank:
+            charge()
 
     def _by_rank(self, value: object) -> str:
         return ", ".join(f"rank {rank} has {said}" for rank, said in enumerate(self.gathered(str(value))))
 
-    def charged(self, charge: Callable[[], None]) -> None:
-        done = torch.ones(1, dtype=torch.int64)
-        if self.rank == 0:
-            try:
-                charge()
-            except BaseException:
-                self._together("while a step was charged", lambda: dist.broadcast(done.zero_(), self._root, group=self._group))
-                raise
-        self._together("while a step was charged", lambda: dist.broadcast(done, self._root, group=self._group))
-        if not done.item():
-            raise RankLost("rank 0 could not charge the next step to its ledger: nothing is computed.")
-        if self.rank:
-            charge()
+    def _decided(self, when: str, own: Tensor, decide: Callable[[Tensor], int]) -> int:
+        """What rank 0 decides when it has heard all ranks. If deciding fails, the others are told before it is raised there.
+
+        One meeting: to rank 0 and back is a fraction of a reduction, which for few numbers goes round twice as well.
+        """
+        answer, failures, away = torch.full((1,), _FAILED), list[BaseException](), [0.0]
+
+        def meeting() -> None:
+            heard = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
+            dist.gather(own, heard, self._root, group=self._group)
+            if heard is not None:
+                began = time.perf_counter()
+                try:
+                    answer.fill_(decide(torch.stack(heard)))
+                except BaseException as problem:
+                    failures.append(problem)
+                away[0] = time.perf_counter() - began
+            dist.broadcast(answer, self._root, group=self._group)
+
+        self._together(when, meeting)
+        self.seconds -= away[0]  # it was no communication
+        for problem in failures:
+            raise problem
+        return int(answer.item())
 
     def batch_stream(self, source: RandomSource) -> np.random.Generator:
         """One of its own; where all ranks work on the same batch, a common one, whose secret key rank 0 has sent."""
@@ -219,10 +269,10 @@ class Ranks(Alone):
         if self.noise_shares > 1:
             share = privatise(total)
             if spacing is None:
-                return self._reduced(share.cpu(), dist.ReduceOp.SUM, "in this step").to(share.device)
+                return self._summed(share.cpu()).to(share.device)
             most = (2**31 - 1) // self.size  # far more than there will be: all of them together must not overflow
             cells = share.div_(spacing).nan_to_num_(0).clamp_(-most, most).int()
-            return self._reduced(cells.cpu(), dist.ReduceOp.SUM, "in this step").to(share).mul_(spacing)
+            return self._summed(cells.cpu()).to(share).mul_(spacing)
         values = total.cpu()
         self._together("in this step", lambda: dist.reduce(values, self._root, group=self._group))
         values = privatise(values.to(total.device)).cpu() if self.rank == 0 else torch.empty_like(values)
@@ -230,11 +280,11 @@ class Ranks(Alone):
         return values.to(total.device)
 
     def any(self, flag: bool) -> bool:
-        return bool(self._reduced(torch.tensor([int(flag)]), dist.ReduceOp.MAX, "after a step").item())
+        return bool(self._decided("after a step", torch.tensor([int(flag)]), lambda everybody: int(everybody.any())))
 
     # --- failures -----------------------------------------------------------------------------------------------------
-    def _reduced(self, values: Tensor, how: Any, when: str) -> Tensor:
-        self._together(when, lambda: dist.all_reduce(values, op=how, group=self._group))
+    def _summed(self, values: Tensor) -> Tensor:
+        self._together("in this step", lambda: dist.all_reduce(values, group=self._group))
         return values
 
     def _together(self, when: str, meeting: Callable[[], T]) -> T:
@@ -260,13 +310,13 @@ class Ranks(Alone):
 def join(
     group: Any = None,
     *,
-    timeout: float = 300.0,
+    timeout: float = RANK_TIMEOUT,
     sharded: bool = False,
     parallel: Parallel = "records",
     shared_noise: bool = True,
 ) -> Alone:
     """The ranks of this group, or of torch.distributed's default one; alone if there is none or nobody else in it."""
-    validate.positive("rank_timeout", timeout)
+    validate.timeout("rank_timeout", timeout)
     validate.boolean("sharded", sharded)
     validate.boolean("shared_noise", shared_noise)
     validate.one_of("parallel", parallel, get_args(Parallel))

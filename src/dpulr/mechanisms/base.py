@@ -145,18 +145,32 @@ class FittedMechanism(ABC, Generic[Public]):
     """Standard deviation of the noise on every number of the release; NaN where it differs between them."""
     shares: int = 1
     """Processes that each add a share of the noise to a sum of their own. The release is then the sum of what they privatise."""
+    sharers: int = 1
+    """Processes that each take their own records of a batch."""
     chunks: Chunks
     rows: RowSizes | None = None
     """How many rows a pass has; None: it is the mechanism's own affair."""
 
     def row_sizes(self, plan: Plan, agree: Agree) -> RowSizes:
         """Of several processes, each has its share of a batch."""
-        return RowSizes(lambda: plan.expected_batch_size * plan.per_person / self.shares, self.chunks.most, agree)
+        return RowSizes(lambda: plan.expected_batch_size * plan.per_person / self.sharers, self.chunks.most, agree)
 
-    def settle_rows(self) -> None:
-        """Before a step: see how many rows its passes may have. Tried once, on synthetic records."""
-        if self.rows is not None and not self.forward.recordwise:
-            self.rows.settle()
+    @property
+    def rows_settled(self) -> bool:
+        """Whether it is known how many rows passes may have."""
+        return self.rows is None or self.forward.recordwise or self.rows.settled
+
+    def settle_rows(self) -> str | None:
+        """Before a step: see how many rows its passes may have. Tried once, on synthetic records. What a user should know of it."""
+        if self.rows is None or self.rows_settled:
+            return None
+        self.rows.settle()
+        if not self.rows.alone:
+            return None
+        return (
+            "running records one by one, which is slow, because no number of rows was found with which this model gives a record "
+            "the same last bits wherever its row stands (docs/pitfalls.md)"
+        )
 
     @property
     def streams(self) -> list[list[int]]:
@@ -323,7 +337,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         return []
 
     def gradients(self, values: Tensor, public: Bases, into: Gradients) -> None:
-        mean = values.div(self.divisor).to(self.dtype)
+        mean = values.mul(1 / self.divisor).to(self.dtype)
         self.lift(mean, public, into)
         if self.scales is not None and self._votes:
             self.scales.follow(self.parts(values)[-1])
@@ -357,8 +371,8 @@ def on_grid(values: Tensor, noise_std: float, shares: int = 1) -> Tensor:
     """
     if noise_std == 0:
         return values
-    spacing = grid_spacing(noise_std, shares)
-    return values.div_(spacing).round_().mul_(spacing)
+    spacing = grid_spacing(noise_std, shares)  # a power of two: to multiply by one over it is exact, and quicker than to divide
+    return values.mul_(1 / spacing).round_().mul_(spacing)
 
 
 def grid_spacing(noise_std: float, shares: int = 1) -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,11 +41,17 @@ class ExactPart:
         ]
         own = [_per_unit(*one, clean.people) for one in zip(sites, self.calls, self.signals, strict=True)]
         self.signals, self.norms = [signals for signals, _ in own], torch.stack([norms for _, norms in own])
+        self._clean, self._finite_norms_suffice = clean, all(site.rule.finite_gain_suffices for site in sites)
 
     def signals_times(self, scales: Tensor, places: Sequence[int]) -> Iterator[Signal]:
-        """The gradients, each record's times its scale (sites, records). `places`: the numbers of the sites in the release."""
-        for one in zip(places, self.sites, self.calls, self.signals, scales, strict=True):
-            yield Signal(*one)
+        """The gradients, each record's times its scale (sites, or 1 for all of them, records), which is overwritten.
+
+        `places`: the numbers of the sites in the release.
+        """
+        self._clean.silence(scales)
+        finite = self._finite_norms_suffice and math.isfinite((self.norms.sum() + scales.sum()).item())
+        for one in zip(places, self.sites, self.calls, self.signals, scales.expand_as(self.norms), strict=True):
+            yield Signal(*one, finite=finite)
 
 
 def signals_of(site: Site, calls: Sequence[Call], slopes: Sequence[Tensor]) -> list[Tensor]:

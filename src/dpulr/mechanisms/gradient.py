@@ -117,6 +117,7 @@ class FittedGradient(SitewiseMechanism):
         super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, votes=votes)
         self.settings = settings
         self.bounds = self._layer_bounds()
+        self._bounds_with_margin = WITH_MARGIN * (self.bounds if settings.clipping == "per-layer" else self.bounds[:1]).unsqueeze(1)
         self.backward_to = [i for members in forward.uses for i in members]
         refusal = backward_refusal(forward, self.backward_to)
         if refusal is not None:
@@ -137,8 +138,8 @@ class FittedGradient(SitewiseMechanism):
         return norms if self.settings.clipping == "per-layer" else torch.linalg.vector_norm(norms, dim=0, keepdim=True)
 
     def clip_factors(self, norms: Tensor) -> Tensor:
-        """(sites, records): what each record's gradients are multiplied by, given their norms (sites, records)."""
-        bounds, norms = WITH_MARGIN * self.bounds.unsqueeze(1), self._compared(norms).expand_as(norms)
+        """(sites, or 1 for all of them, records): what each record's gradients are multiplied by, given their norms."""
+        bounds, norms = self._bounds_with_margin, self._compared(norms)
         if self.scales is not None:
             return bounds / torch.maximum(norms, self.scales.values.unsqueeze(1))
         factors: Tensor = bounds / (norms + _STABILITY) if self.settings.clipping == "normalised" else (bounds / norms).clamp(max=1)

@@ -46,8 +46,9 @@ class HiddenDirection(Mechanism):
 
     repeats        directions per record and layer; "auto": by budget and model, when the run is planned (dpulr.auto)
     layer_weights  the bounds C_l of the layers: numbers, or "auto" (shares by the sizes of the layers: nothing private)
-    radius         how far a direction reaches: a standard deviation per coordinate of a layer's output. "auto" looks on synthetic
-                   records whether signs, spikes or other steps need a wider one
+    radius         how far a direction reaches: a standard deviation per coordinate of a layer's output. One number, or one for each
+                   layer (group) with hidden directions. "auto" looks on synthetic records which of them need a wider one, for
+                   signs, spikes or other steps
     antithetic     True compares a direction with its opposite; False with the clean pass: half the passes per direction
     kappa          None keeps the sign of the difference of losses; a number keeps its size up to a gradient (in a layer) of this
                    length. "auto": a length per layer, from the initial model on synthetic records; "adaptive": one that follows
@@ -64,7 +65,7 @@ class HiddenDirection(Mechanism):
 
     repeats: int | Literal["auto"] = "auto"
     layer_weights: Literal["auto"] | tuple[float, ...] = "auto"
-    radius: float | Literal["auto"] = USUAL_RADIUS
+    radius: float | tuple[float, ...] | Literal["auto"] = USUAL_RADIUS
     kappa: Scale | None = None
     last_layer: Literal["hidden", "exact"] = "hidden"
     space: Space = "auto"
@@ -86,8 +87,11 @@ class HiddenDirection(Mechanism):
         validate.boolean("antithetic", self.antithetic)
         validate.one_of("last_layer", self.last_layer, ("hidden", "exact"))
         validate.one_of("space", self.space, get_args(Space))
+        if isinstance(self.radius, tuple | list):
+            object.__setattr__(self, "radius", tuple(self.radius))
         if self.radius != "auto":
-            validate.positive("radius", self.radius)
+            for radius in self.radius if isinstance(self.radius, tuple) else (self.radius,):
+                validate.positive("radius", radius)
         if self.kappa is not None:
             check_scale("kappa", self.kappa)
         check_quantile(self.quantile)
@@ -127,16 +131,16 @@ class HiddenDirection(Mechanism):
     def keeps_sizes(self) -> bool:
         return self.kappa is not None
 
-    @property
-    def span(self) -> float:
-        """By how many radii the two passes of a difference lie apart, times the radius."""
-        return self.distance * (2 if self.antithetic else 1)
-
-    @property
-    def distance(self) -> float:
-        """The radius, as a number."""
-        if self.radius == "auto":
+    def distances(self, groups: int) -> tuple[float, ...]:
+        """The radius of each of so many groups of layers."""
+        if isinstance(self.radius, str):
             raise InvalidArgument("radius='auto' means something for a model only: call settled(forward) first.")
+        if not isinstance(self.radius, tuple):
+            return (self.radius,) * groups
+        if len(self.radius) != groups:
+            raise InvalidArgument(
+                f"radius must be a number, or {groups}: one for each layer that hides directions; got {self.radius}."
+            )
         return self.radius
 
     @property
@@ -193,6 +197,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         if refusal is not None:
             raise ModelRefused(f"exact={settings.exact_names}: {refusal}. Leave it out of exact, or say exact='auto'.")
         self.weights = self.layout.weights(plan.noise_multiplier)
+        self.distances = settings.distances(len(self.layout.hidden_groups))
         self.hidden = [i for group in self.layout.hidden_groups for i in group]  # sites that hide directions
         signs = 2 if settings.antithetic else 1
         self._group_bytes = [signs * max(self.chunks.row_bytes[i] for i in group) for group in self.layout.groups]
@@ -215,12 +220,16 @@ class FittedHiddenDirection(SitewiseMechanism):
         return torch.tensor(bounds, device=self.device, dtype=self.dtype)
 
     def _site_overlaps(self) -> Tensor:
-        """How far a kept sign points along the gradient on average, for each number of the release; 1 where it is exact."""
+        """What the release is divided by: how far a kept sign points along the gradient on average; 1 where it is exact.
+
+        Beside exact gradients the release is multiplied by it instead: all layers have the same noise; where noise prevails, the
+        best step of a layer is in proportion to its signal.
+        """
         overlaps = torch.ones(self.size, device=self.device, dtype=self.dtype)
         parts = self.parts(overlaps)
         for group, dim in zip(self.layout.hidden_groups, self.layout.dims, strict=False):
             for i in group:
-                parts[i].fill_(mean_overlap(dim))
+                parts[i].fill_(1 / mean_overlap(dim) if self.backward_to else mean_overlap(dim))
         return overlaps
 
     def split_passes(self, rank: int, size: int) -> None:
@@ -249,7 +258,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         if self.backward_to:
             exact = self._exact_part(clean)
             factors = self._exact_factors(torch.linalg.vector_norm(exact.norms, dim=0), clean, below)
-            yield from exact.signals_times(factors.expand_as(exact.norms), self.layout.backward_to)
+            yield from exact.signals_times(factors.unsqueeze(0), self.layout.backward_to)
             return
         index = len(self.sites) - 1
         site, call = self.sites[index], clean.calls[self.forward.uses[index][0]]
@@ -274,8 +283,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         gains, groups = self._gains(calls, clean.people), self.layout.hidden_groups
         reach = None if self.scales is None else reaches(self.sites, groups, gains)
         factors = (self._bounds / (gains if reach is None else joint_gains(self.sites, groups, reach))).nan_to_num_(0, 0, 0)
-        if clean.absent:
-            factors[:, clean.absent] = 0  # else a row that holds no record would get its person's bit
+        clean.silence(factors)  # else a row that holds no record would get its person's bit
         scales = dict(zip(self.hidden, self.forward.weighed(factors, clean.targets), strict=True))
         finite = self._finite_gains_suffice and math.isfinite(gains.sum().item())
         estimates = self.estimates(clean, public, directions, reach, below)
@@ -290,7 +298,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         return gains if people is None else people.joint_norms(gains)
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:
-        """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise.
+        """Undo the mean overlap: C_l times the mean of gradients normalised in the subspace, plus noise (but see `_site_overlaps`).
 
         This only sets the scale of the learning rate; it costs nothing and leaks nothing.
         """
@@ -366,16 +374,20 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def difference(self, clean: Clean, groups: Sequence[int], z: list[Tensor], public: Bases) -> Tensor:
         """(groups, repeats, records): how much higher the loss is when moved than when not, or than when moved the other way."""
-        moves = [self.move(clean, self.layout.groups[g], draws, public) for g, draws in zip(groups, z, strict=True)]
+        moves = [self.move(clean, g, draws, public) for g, draws in zip(groups, z, strict=True)]
         losses = self.forward.all_losses(clean, moves)
         if not self.settings.antithetic:
             return losses - clean.losses
         repeats = losses.shape[1] // 2
         return losses[:, :repeats] - losses[:, repeats:]
 
-    def move(self, clean: Clean, group: Sequence[int], z: Tensor, public: Bases) -> Move:
-        """The sites of a group moved along z (repeats, records, dim), and against it if both ways are compared."""
-        radius = self.settings.distance * math.sqrt(self.settings.per_person)
+    def move(self, clean: Clean, g: int, z: Tensor, public: Bases) -> Move:
+        """The sites of group g moved along z (repeats, records, dim), and against it if both ways are compared."""
+        group, radius = self.layout.groups[g], self.distances[g] * math.sqrt(self.settings.per_person)
+        if len(group) == 1 and not self.settings.antithetic and len(self.forward.uses[group[0]]) == 1:  # the usual case, quicker
+            site, use = self.sites[group[0]], self.forward.uses[group[0]][0]
+            length = radius * math.sqrt(z.shape[2]) * site.scale
+            return Move(use, site.moved_along(clean.calls[use], z, length, public[group[0]]))
         deltas = along(self.sites, group, z, radius, public)
         return move(self.forward, self.sites, clean, group, deltas, both_ways=self.settings.antithetic)
 
@@ -395,7 +407,12 @@ class FittedHiddenDirection(SitewiseMechanism):
     def _units(self, reach: Tensor, groups: list[int]) -> Tensor:
         """(groups, 1, records): one over the difference of losses at which a record is clipped."""
         assert self.scales is not None
-        return (reach[groups] / (self.settings.span * self.scales.values[groups, None])).unsqueeze(1)
+        spans = reach.new_tensor([self._span(g) for g in groups])
+        return (reach[groups] / (spans * self.scales.values[groups]).unsqueeze(1)).unsqueeze(1)
+
+    def _span(self, g: int) -> float:
+        """How far the two passes of a difference lie apart."""
+        return self.distances[g] * (2 if self.settings.antithetic else 1)
 
     def _scales(self, kappa: Scale, plan: Plan) -> Scales:
         if not isinstance(kappa, str):
@@ -420,7 +437,7 @@ class FittedHiddenDirection(SitewiseMechanism):
             for g, longest in enumerate(reach):
                 whole = directions.sphere(1, clean.records, self.layout.dims[g])
                 z = [whole[..., : self.layout.dims[g] // self.settings.per_person]]  # as of people with one record
-                lengths.append(self.difference(clean, range(g, g + 1), z, public)[0, 0].abs() * longest / self.settings.span)
+                lengths.append(self.difference(clean, range(g, g + 1), z, public)[0, 0].abs() * longest / self._span(g))
             if self.layout.exact is not None:
                 lengths.append(self._exact_lengths(clean, public))
             found.append(torch.stack(lengths))

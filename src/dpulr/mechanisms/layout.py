@@ -90,11 +90,18 @@ class Layout:
         guesses = [
             math.sqrt(sum(self.sites[i].fan_in for i in group) / parts) for group, parts in zip(self.groups, shared, strict=True)
         ]
+        if self.backward_to:
+            guesses = [self._seen(g) * gradient for g, gradient in enumerate(guesses)]
         costs = [
             LayerCost.exact(gradient) if g == self.exact else LayerCost.hidden(dim, self.settings.count, gradient)
             for g, (dim, gradient) in enumerate(zip(self.dims, guesses, strict=True))
         ]
         return balanced(costs, noise_multiplier or 1.0)
+
+    def _seen(self, g: int) -> float:
+        """How much of a gradient's length a step sees: K directions in d dimensions see sqrt(K / d) of it, a backward pass all."""
+        full = sum(self.sites[i].full_dim for i in self.groups[g])
+        return 1.0 if g == self.exact else math.sqrt(min(1.0, self.settings.count / full))
 
     def label(self, group: Sequence[int]) -> str:
         return " + ".join(self.sites[i].label for i in group)

@@ -64,7 +64,7 @@ def shares(sites: Sequence[Site], group: Sequence[int], signal: Tensor) -> tuple
 
 # --- radius="auto" --------------------------------------------------------------------------------------------------------
 def settle_radius(settings: HiddenDirection, forward: Forward) -> HiddenDirection:
-    """`radius="auto"` as a number.
+    """`radius="auto"` as numbers: one for each group of layers, or one if they agree.
 
     A sign or a spike answers a small move by nothing, or by a jump that says little about the direction. So several radii are tried
     on synthetic records, and for each it is measured how much of the differences of the loss a linear function of the direction
@@ -75,18 +75,21 @@ def settle_radius(settings: HiddenDirection, forward: Forward) -> HiddenDirectio
     explained = explained_shares(settings, forward)
     if not len(explained):
         return replace(settings, radius=USUAL_RADIUS)
-    worst = (explained / explained.amax(1, keepdim=True).clamp_min(1e-9)).amin(0)
-    return replace(settings, radius=float(f"{_best(worst.tolist()):.2g}"))
+    radii = tuple(float(f"{_best(shares):.2g}") for shares in explained.tolist())
+    return replace(settings, radius=radii if len(set(radii)) > 1 else radii[0])
 
 
 def _best(shares: Sequence[float]) -> float:
-    """Of steps, the wider: weights grow as they learn, by noise too, and what a step answers to grows with them."""
+    """Of steps, one wider than usual: weights grow as they learn, by noise too, and what a step answers to grows with them.
+
+    But the narrowest of those that do: behind a very wide move nothing is left of what the clean pass had.
+    """
     by_radius = dict(zip(RADII, shares, strict=True))
     most = max(shares)
-    wider = max((radius for radius in RADII if radius > USUAL_RADIUS), key=lambda radius: by_radius[radius])
     if by_radius[USUAL_RADIUS] >= _NEARLY * most:
         return USUAL_RADIUS
-    return wider if by_radius[wider] >= _WIDER * most else max(RADII, key=lambda radius: by_radius[radius])
+    wider = [radius for radius in RADII if radius > USUAL_RADIUS and by_radius[radius] >= _WIDER * most]
+    return min(wider, default=max(RADII, key=lambda radius: by_radius[radius]))
 
 
 def explained_shares(settings: HiddenDirection, forward: Forward) -> Tensor:

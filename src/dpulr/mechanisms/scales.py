@@ -63,7 +63,7 @@ class Scales:
         share = noise_std / (noise_multiplier * math.sqrt(len(values))) if self.votes else 0.0
         self.vote = WITH_MARGIN * share
 
-    def count(self, below: Tensor, absent: list[int], into: Tensor, own: Tensor | float = 1.0) -> None:
+    def count(self, below: Tensor, absent: Sequence[int], into: Tensor, own: Tensor | float = 1.0) -> None:
         """Add the votes of records (scales, records) to the release's part for them. Each is plus or minus `vote`, never 0, but
         `absent` rows have none.
 
@@ -71,7 +71,7 @@ class Scales:
         """
         votes = torch.where(below, self.vote, -self.vote)
         if absent:
-            votes[:, absent] = 0
+            votes[:, list(absent)] = 0
         into += (votes.sum(1, dtype=torch.float64) * own).to(into.dtype)
 
     def follow(self, released: Tensor) -> None:

@@ -43,9 +43,32 @@ def join(parts: Sequence[Any]) -> Any:
     return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
 
 
+def followed_by(batch: Any, one: Any, times: int) -> Any:
+    """The batch, and behind it so many copies of the only row of `one`."""
+
+    def put(leaf: Any, own: Any) -> Any:
+        return torch.cat([leaf, own.expand(times, *own.shape[1:])]) if isinstance(leaf, Tensor) else leaf
+
+    if _plain(batch):
+        return tuple(map(put, batch, one))
+    return pytree.tree_map(put, batch, one)
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """All tensors of a batch."""
+    if isinstance(batch, Tensor) or _plain(batch):
+        return [batch] if isinstance(batch, Tensor) else list(batch)
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _plain(batch: Any) -> bool:
+    """Nearly all batches are pairs of tensors: for these no slow walk by pytree is needed."""
+    return type(batch) is tuple and all(isinstance(part, Tensor) for part in batch)
+
+
 def count(batch: Any) -> int:
     """How many records a batch has."""
-    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    return tensors(batch)[0].shape[0]
 
 
 def tile(batch: Any, repeats: int) -> Any:
@@ -62,7 +85,7 @@ def copied(batch: Any) -> Any:
 
 def handed_out(batch: Any) -> Any:
     """The same values in new tensors, for somebody who may change them. They are copied when one side is written to, not before."""
-    if type(batch) is tuple and all(isinstance(part, Tensor) for part in batch):  # nearly all batches: quicker
+    if _plain(batch):
         return tuple(_lazily(part) for part in batch)
     return pytree.tree_map(lambda leaf: _lazily(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 

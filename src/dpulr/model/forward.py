@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
-from dpulr.model.batches import call_on_copy, copied, count, row, rows
+from dpulr.model.batches import call_on_copy, copied, count, row, rows, tensors
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Passes, Shift
@@ -59,6 +58,7 @@ class Forward:
         self.model, self.loss_fn = passes.model, passes.loss_fn
         some = next(iter(self.sites[0].parameters.values()))
         self.device, self.dtype = some.device, some.dtype
+        self._nobody = row(probe, 0)
         self.weights = None if weights is None else RecordWeights(weights, probe[1], self.dtype)
         self._modes = [(module, module.training) for module in self.model.modules() if hasattr(module, "training")]
 
@@ -100,10 +100,11 @@ class Forward:
         def run(batch: tuple[Any, Any], people: People | None, raised: Sequence[int] = (), *, fill: bool = True) -> Clean:
             own = count(batch[1])
             more = rows_of(own) - own if fill and rows_of is not None and not self.recordwise else 0
-            clean = self._clean(filled(batch, row(self.probe, 0), absent=raised, more=more), backward_to)
+            clean = self._clean(filled(batch, self._nobody, absent=raised, more=more), backward_to)
             clean.people = None if people is None else people.joined_by(more)
             clean.alone = 1 if rows_of is None else rows_of(1)
-            return clean.leave_out([*raised, *range(own, own + more)])
+            behind = range(own, own + more)
+            return clean.leave_out([*raised, *behind] if raised else behind)
 
         def apart() -> list[Clean]:
             found: list[Clean] = []
@@ -150,7 +151,7 @@ class Forward:
     def differentiated(self, batch: tuple[Any, Any], indices: Sequence[int]) -> tuple[Clean, list[Tensor | None]]:
         """A clean pass, and by one backward pass the gradients at the outputs of these layers; None where none arrives."""
         with self.passes.recorded(indices):
-            made_without = any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves(batch))
+            made_without = any(leaf.is_inference() for part in batch for leaf in tensors(part))
             clean = self.passes.clean(*(copied(batch) if made_without else batch))
             outputs = [clean.calls[i].output for i in indices]
             if not clean.losses.requires_grad:
@@ -206,8 +207,7 @@ class Forward:
 
         alive = [move.site_index for move in moves]
         losses = together_or_apart(lambda: self.passes.losses(clean, moves), apart, lambda: self.check_alive(alive))
-        if clean.absent:
-            losses[..., clean.absent] = math.nan
+        clean.silence(losses, math.nan)
         return losses
 
     def _unmoved(self, move: Move, clean: Clean, places: Sequence[tuple[int, int]]) -> Move:
@@ -245,8 +245,8 @@ class Forward:
     ) -> Tensor:
         """`run(inputs, targets)`, one loss per record; NaN for a record for which it raises. `alone`: one record at a time."""
         nan = torch.full((count(targets),), math.nan, dtype=self.dtype, device=self.device)
-        batch, nobody = (inputs, targets), row(self.probe, 0)
-        return of_each(lambda part: run(*part), batch, nobody, nan, alone=alone, alive=alive, size=size)
+        batch = (inputs, targets)
+        return of_each(lambda part: run(*part), batch, self._nobody, nan, alone=alone, alive=alive, size=size)
 
     def all_shifted(self, clean: Clean, deltas: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(repeats, records) losses with every site shifted in one pass, and the inputs that the sites saw (0 where it raised)."""
@@ -269,8 +269,7 @@ class Forward:
             return losses, [all_rows.flatten(0, 1) for all_rows in inputs]
 
         losses, seen = together_or_apart(lambda: self.passes.all_shifted(clean, shifts), apart, lambda: self.check_alive([0]))
-        if clean.absent:
-            losses[:, clean.absent] = math.nan
+        clean.silence(losses, math.nan)
         return losses, seen
 
     def weighed(self, scale: Tensor, targets: Any) -> Tensor:
@@ -280,7 +279,7 @@ class Forward:
     def _clean_alone(self, clean: Clean) -> Any:
         @cache
         def alone(i: int, least: int = 1) -> Clean:
-            return self.passes.clean(*filled(row((clean.inputs, clean.targets), i), row(self.probe, 0), more=least - 1))
+            return self.passes.clean(*filled(row((clean.inputs, clean.targets), i), self._nobody, more=least - 1))
 
         return alone
 

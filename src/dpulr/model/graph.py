@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,8 +103,14 @@ class Suffix:
         return self.places == sorted(self.places)
 
 
-def clean_program(model: nn.Module, graph: fx.Graph, keep: list[fx.Node], sites: list[fx.Node]) -> fx.GraphModule:
-    """The whole graph, with the values of `keep` and the calls of `sites` beside its output."""
+def clean_program(
+    model: nn.Module,
+    graph: fx.Graph,
+    keep: list[fx.Node],
+    sites: list[fx.Node],
+    change: Mapping[fx.Node, Callable[[Tensor], Tensor]] | None = None,
+) -> fx.GraphModule:
+    """The whole graph, with the values of `keep` and the calls of `sites` beside its output. What some nodes give is changed."""
     new = fx.Graph()
     table: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -113,6 +119,8 @@ def clean_program(model: nn.Module, graph: fx.Graph, keep: list[fx.Node], sites:
             new.output((new_arg(node.args[0], table), tuple(table[n] for n in keep), calls))
         else:
             table[node] = new.node_copy(node, table.__getitem__)
+            if change and node in change:
+                table[node] = new.call_function(change[node], (table[node],))
     return fx.GraphModule(model, new)
 
 

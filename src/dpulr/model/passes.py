@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from dpulr.model.batches import call_on_copy, tile
 from dpulr.model.layers import Call
 from dpulr.model.layers.base import without_history
 from dpulr.model.losses import LossFunction, quick
+from dpulr.model.opaque import modules_of
 from dpulr.model.people import People
 from dpulr.model.scratch import NO_SCRATCH, Scratch
 from dpulr.model.sites import Site
@@ -68,8 +69,9 @@ class Clean:
     """One clean pass over a batch: a loss per record, and each layer's call; where asked for, gradients at layers' outputs.
 
     `people` says which rows belong to one person, where people are protected rather than records. `absent` are rows whose record's
-    pass raises: something public stands in their place, their loss is NaN, their gradient 0. `alone` is how many rows a pass for
-    one of these records has.
+    pass raises, and rows that fill a pass up: something public stands in their place, their loss is NaN. What is made of their
+    gradients must not count (`silence`); where there are people, it is 0. `alone` is how many rows a pass for one of these records
+    has.
     """
 
     inputs: Any
@@ -80,7 +82,7 @@ class Clean:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     slopes: list[Tensor] = field(default_factory=list)
     people: People | None = None
-    absent: list[int] = field(default_factory=list)
+    absent: Sequence[int] = ()
     alone: int = 1
     _tiled: dict[tuple[str, int], Any] = field(default_factory=dict)
 
@@ -88,15 +90,22 @@ class Clean:
     def records(self) -> int:
         return self.losses.shape[0]
 
-    def leave_out(self, absent: list[int]) -> Clean:
+    def leave_out(self, absent: Sequence[int]) -> Clean:
         """These rows say nothing from now on."""
-        if not absent:
-            return self
-        self.absent = absent
-        self.losses[absent] = math.nan
-        for slope in self.slopes:
-            slope[absent] = 0
+        if absent:
+            self.absent = absent
+            self.silence(self.losses, math.nan)
+            if self.people is not None:  # a person's rows are one
+                for slope in self.slopes:
+                    self.silence(slope.movedim(0, -1))
         return self
+
+    def silence(self, values: Tensor, number: float = 0.0) -> None:
+        """Write a number over what was made of absent rows, along the last axis."""
+        if isinstance(self.absent, range):  # the last ones: quicker
+            values[..., self.absent.start : self.absent.stop] = number
+        elif self.absent:
+            values[..., list(self.absent)] = number
 
     def detached(self) -> Clean:
         """The same without its history."""
@@ -185,22 +194,33 @@ class Passes(ABC):
 
         So whatever lies before them may be a box that takes no tensor with a history.
         """
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-        def mark(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            return output if output.requires_grad else output.detach().requires_grad_().clone()  # no leaf: it may be overwritten
+        held = (parameter for module in modules_of(self.model) for parameter in module._parameters.values())
+        trained = [parameter for parameter in held if parameter is not None and parameter.requires_grad]
 
         try:
             for parameter in trained:
                 parameter.requires_grad_(False)
-            with torch.inference_mode(False), torch.enable_grad(), hooks([(self.layers[i].module, mark) for i in indices]):
+            with torch.inference_mode(False), torch.enable_grad(), self.with_history_from(indices):
                 yield
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
 
+    def with_history_from(self, indices: Sequence[int]) -> AbstractContextManager[None]:
+        """While it lasts, the outputs of these layers begin a history, unless they have one."""
+
+        def begin(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return begins_history(output)
+
+        return hooks([(self.layers[i].module, begin) for i in indices])
+
     def call(self, index: int, args: Any, kwargs: Any, output: Tensor) -> Call:
         return Call(args, kwargs, output, self.marks[index])
+
+
+def begins_history(output: Tensor) -> Tensor:
+    """The same values, whose gradient autograd can give. It is no leaf, as it may be overwritten."""
+    return output if output.requires_grad else output.detach().requires_grad_().clone()
 
 
 @contextmanager

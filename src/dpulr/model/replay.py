@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from dpulr.model.graph import (
     trace,
 )
 from dpulr.model.losses import LossFunction
-from dpulr.model.passes import Clean, Marks, Move, Passes, no_losses
+from dpulr.model.passes import Clean, Marks, Move, Passes, begins_history, no_losses
 from dpulr.model.scratch import NO_SCRATCH, Scratch
 from dpulr.model.trained_layers import Layer
 
@@ -50,6 +51,7 @@ class TracedPasses(Passes):
             wanted = {node for part in self._suffixes.values() for node in part.operands} | set(self.nodes)
             self.keep = [node for node in self.graph.nodes if node in wanted]  # what several layers together need is among it
             self.program = clean_program(model, self.graph, self.keep, self.nodes)
+        self._recording: dict[tuple[int, ...], fx.GraphModule] = {}
         self.tilings = self._tilings(probes)
 
     def _tilings(self, probes: Sequence[tuple[Any, Any]]) -> dict[fx.Node, Tiling]:
@@ -63,6 +65,23 @@ class TracedPasses(Passes):
         if indices not in self._suffixes:
             self._suffixes[indices] = suffix(self.program, self.graph, [self.nodes[i] for i in indices])
         return self._suffixes[indices]
+
+    @contextmanager
+    def with_history_from(self, indices: Sequence[int]) -> Iterator[None]:
+        """Of several layers by a program of its own: hooks would make every call slower."""
+        if len(indices) < 2:
+            with super().with_history_from(indices):
+                yield
+            return
+        own, key = self.program, tuple(indices)
+        if key not in self._recording:
+            change = {self.nodes[i]: begins_history for i in key}
+            self._recording[key] = clean_program(own, self.graph, self.keep, self.nodes, change)
+        self.program = self._recording[key]
+        try:
+            yield
+        finally:
+            self.program = own
 
     def clean(self, inputs: Any, targets: Any) -> Clean:
         with self.scratch.fresh():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from dpulr.model import batches
@@ -58,7 +59,10 @@ def each_alone(rows: Iterable[Row], evaluate: Callable[[Row], object]) -> list[R
 def filled(batch: Any, nobody: Any, *, absent: Sequence[int] = (), more: int = 0) -> Any:
     """The batch with `nobody`, a synthetic record, in these places, and so many times more behind it."""
     whole = batches.replaced(batch, absent, nobody) if absent else batch
-    return batches.join([whole, *[nobody] * more]) if more > 0 else whole
+    if more <= 0:
+        return whole
+    with torch.inference_mode(False), torch.no_grad():  # plain tensors, which a backward pass can keep without a copy
+        return batches.followed_by(whole, nobody, more)
 
 
 def of_each(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.utils import _pytree as pytree
 from dpulr.model.batches import choose, row, synthetic
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.trials import SEED
+from dpulr.search import last_true
 
-_COMPARED = 600
+_COMPARED = 300
 _FEWEST = 16
 """Below that, loops over records are not computed by whole vectors."""
 _SPREAD = 4.0
@@ -48,9 +50,14 @@ class RowSizes:
         self.settle()
         return self._sizes
 
+    @property
+    def settled(self) -> bool:
+        """Whether the sizes are known."""
+        return self._threads == torch.get_num_threads()
+
     def settle(self) -> None:
         """Find the sizes, unless they are known."""
-        if self._threads != torch.get_num_threads():
+        if not self.settled:
             self._threads, self._sizes = torch.get_num_threads(), self._found(max(1.0, self._expected()))
 
     @property
@@ -65,17 +72,27 @@ class RowSizes:
 
     def _found(self, expected: float) -> list[int]:
         unit = max(_FEWEST, 2 ** round(math.log2(expected) / 2))
-        choices = [self._multiples(unit << coarser, expected) for coarser in range(_COARSER)]
-        choices.append(choices[-1][-1:])
-        found = next((sizes for sizes in choices if self._agree(sizes)), None)
-        self.alone = found is None
+        fine, *coarser = [self._multiples(unit << i, expected) for i in range(_COARSER)]
+        agrees = self._agree(fine)
+        found = fine if agrees else self._upper(fine)
+        if len(found) < 2 and not agrees:
+            found = next((sizes for sizes in coarser if self._agree(sizes)), found or self._upper(coarser[-1]))
+        self.alone = not found
         return found or [min(_FEWEST, self._most)]
 
+    def _upper(self, sizes: list[int]) -> list[int]:
+        """Of sizes that do not all agree, the largest that do: matrix products may change their ways at some number of rows."""
+        return sizes[-last_true(lambda n: self._agree(sizes[-n:]), 1, len(sizes)) :] if self._agree(sizes[-1:]) else []
+
     def _multiples(self, unit: int, expected: float) -> list[int]:
-        """Multiples of `unit` that nearly all batches lie between; one size only where memory is short."""
+        """Multiples of `unit` that nearly all batches lie between; where memory is short, the largest that fits."""
         spread = _SPREAD * math.sqrt(expected)
         first, last = (max(1, math.ceil((expected + way) / unit)) for way in (-spread, spread))
-        return [unit * i for i in range(first, last + 1) if unit * i <= self._most] or [self._most]
+        return [unit * i for i in range(first, last + 1) if unit * i <= self._most] or [self._fitting(unit)]
+
+    def _fitting(self, unit: int) -> int:
+        """As many rows as there is room for, in whole vectors if it is more than one."""
+        return next((whole for size in (unit, _FEWEST) if (whole := self._most // size * size)), self._most)
 
 
 def rows_agree(numbers: Callable[[Any], Iterable[Tensor]], probe: Any, sizes: Sequence[int]) -> bool:
@@ -89,15 +106,16 @@ def rows_agree(numbers: Callable[[Any], Iterable[Tensor]], probe: Any, sizes: Se
     some = synthetic(row(probe, 0), max(sizes), generator, device)
 
     def found(chosen: Tensor) -> list[Tensor]:
-        with EqualRows(len(chosen), public=True):
-            return [_digests(values) for values in numbers(choose(some, chosen))]
+        return [_digests(values) for values in numbers(choose(some, chosen))]
 
     with torch.inference_mode(), torch.random.fork_rng():
-        first = found(torch.arange(max(sizes), device=device))
+        with EqualRows(max(sizes), public=True) as seen:
+            first = found(torch.arange(max(sizes), device=device))
         for size in sizes:
             for _ in range(-(-_COMPARED // (size * len(sizes)))):
                 chosen = torch.randperm(max(sizes), generator=generator)[:size].to(device)
-                own = found(chosen)
+                with EqualRows(size, public=True) if seen.calls else nullcontext():  # watching takes as long as the pass
+                    own = found(chosen)
                 if len(own) != len(first) or not all(torch.equal(a, b[chosen]) for a, b in zip(own, first, strict=True)):
                     return False
     return True

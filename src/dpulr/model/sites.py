@@ -114,6 +114,10 @@ class Site(ABC):
         return (length * z.reshape(-1, self.kept) @ basis.t()).view(*z.shape[:2], -1)
 
     # --- passes -------------------------------------------------------------------------------------------------------
+    def moved_along(self, call: Call, z: Tensor, length: float, basis: Tensor | None) -> Tensor:
+        """Outputs (repeats, records, *out) with the site moved by the perturbation of the directions z."""
+        return self.moved(call, self.perturbation(z, length, basis))
+
     @abstractmethod
     def moved(self, call: Call, delta: Tensor, length: float = 1.0) -> Tensor:
         """Outputs (repeats, records, *out) with the site moved by `length` times `delta`."""
@@ -179,6 +183,12 @@ class OutputSite(Site):
     def _kept_rows(self, shape: torch.Size) -> tuple[int, ...]:
         return (self.kept, *shape[1:]) if self.reduced else tuple(shape)
 
+    def moved_along(self, call: Call, z: Tensor, length: float, basis: Tensor | None) -> Tensor:
+        if basis is None:
+            return self.moved(call, z, length)
+        moved = call.output.reshape(-1, self.width).repeat(z.shape[0], 1)
+        return moved.addmm_(z.reshape(-1, self.kept), basis.t(), alpha=length).view(*z.shape[:2], *self.output_shape)
+
     def moved(self, call: Call, delta: Tensor, length: float = 1.0) -> Tensor:
         return torch.add(call.output, delta.view(*delta.shape[:2], *self.output_shape), alpha=length)
 
@@ -211,11 +221,7 @@ class OutputSite(Site):
         if part.dtype == scaled.dtype:
             self.rule.add_gradient(call, self.shaped(scaled, call), self._views(part))
             return
-        for start in range(0, len(scaled), SUMMED_TOGETHER):
-            total = torch.zeros(self.size, dtype=signal.dtype, device=signal.device)
-            rows = call.rows(start, start + SUMMED_TOGETHER), self.shaped(scaled[start : start + SUMMED_TOGETHER], call)
-            self.rule.add_gradient(*rows, self._views(total))
-            part += total
+        self.rule.add_in_parts(call, self.shaped(scaled, call), self._views(part), SUMMED_TOGETHER)
 
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
         for name, view in self._views(part).items():

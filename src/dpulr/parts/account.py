@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from dpulr import accounting
 from dpulr.accounting.disk_ledger import DiskLedger
@@ -34,11 +36,14 @@ class Account:
             warnings.warn(f"no guarantee any more: {reason}.", stacklevel=2)
 
     # --- charging ---------------------------------------------------------------------------------------------------------
-    def charge_step(self) -> Plan:
-        """Charge the next step, before anything is drawn for it. Returns its plan."""
+    def charge_step(self, parameters: Iterable[Tensor]) -> Plan:
+        """Charge the next step, before anything is drawn for it. Returns its plan. All ranks must hold the same parameters."""
         step = self.plan.at(self.ledger.steps)
-        event = Unaccounted(self.reasons[0]) if self.reasons else step.event
-        self._ranks.charged(lambda: self.ledger.append(event))
+
+        def charge() -> None:
+            self.ledger.append(Unaccounted(self.reasons[0]) if self.reasons else step.event)
+
+        self._ranks.charged(charge, steps=self.ledger.steps, parameters=parameters, reasons=self.reasons, void=self.void)
         return step
 
     def charge_all_records(self, release: Release) -> None:

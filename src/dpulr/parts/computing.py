@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -19,7 +19,8 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        mixed = torch.is_autocast_enabled(device.type)
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False) if mixed else nullcontext():
             yield
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -38,6 +38,7 @@ class Drawing:
         self._account, self._ranks, self._forward = account, ranks, forward
         self._sampler, self._rng = account.plan.sampler(), ranks.batch_stream(source)
         self._reading = source.reading_randomness
+        self._reads_ahead = any(ranks.gathered(records.read_ahead))  # then all do: each charge is a meeting of all ranks
         self._own: tuple[Batch, People | None] = ((), ()), None
         self._current: Batch | None = None
         self._ahead: Callable[[], tuple[Batch, np.ndarray]] | None = None
@@ -60,7 +61,7 @@ class Drawing:
                 with self._reading() if self.records.runs_user_code else nullcontext():
                     batch, rows = waiting()
                 self._own, self._current = (batch, self._people_in(rows)), handed_out(batch)
-                if self.records.read_ahead and self._account.ledger.steps < end:
+                if self._reads_ahead and self._account.ledger.steps < end:
                     self._ahead = self._drawn()
             yield self._current
             if self._current is not None:
@@ -93,9 +94,7 @@ class Drawing:
     def _drawn(self) -> Callable[[], tuple[Batch, np.ndarray]]:
         """The next batch, to be waited for. The step is charged before anything is drawn for it, and before a record is read."""
         account = self._account
-        for reason in self._ranks.meet(account.reasons, account.ledger.steps, self._forward.parameters()):
-            account.void(reason)
-        step = account.charge_step()
+        step = account.charge_step(self._forward.parameters())
         sampler = self._sampler.with_threshold(step.rejection_threshold)
         if self._membership is None:
             rows = self._ranks.rows(sampler, self.records.size, self._rng)

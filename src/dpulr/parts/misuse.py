@@ -51,8 +51,9 @@ class Watch:
         report: Report,
         frozen: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._parameters, self._frozen, self._report = list(parameters), list(frozen), report
-        self._own = False
+        self._watched = [(parameter, True) for parameter in parameters] + [(parameter, False) for parameter in frozen]
+        self._views: list[tuple[torch.Size, Tensor] | None] = [None] * len(self._watched)
+        self._own, self._report = False, report
         self._seen = self._fingerprint()
         optimizer.register_step_pre_hook(self._before_step)
 
@@ -92,11 +93,13 @@ class Watch:
         Of frozen ones, which may be many, only the first bits.
         """
         with torch.inference_mode():
-            return [
-                (p._version, p.data_ptr(), int(_bits(p if trained else p.flatten()[:1]).sum()))
-                for held, trained in ((self._parameters, True), (self._frozen, False))
-                for p in held
-            ]
+            found = []
+            for i, (parameter, trained) in enumerate(self._watched):
+                place, known = parameter.data_ptr(), self._views[i]
+                if known is None or known[0] != parameter.shape or known[1].data_ptr() != place:  # kept while it lies where it lay
+                    known = self._views[i] = parameter.shape, _bits(parameter if trained else parameter.flatten()[:1])
+                found.append((parameter._version, place, int(known[1].sum())))
+            return found
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def share(fitted: FittedMechanism[Any], request: Request, ranks: Alone) -> None:
     """Tell a mechanism which part of the noise, or of the passes, is this rank's."""
     if ranks.size > 1:
         check_shareable(fitted, request)
-        fitted.shares = ranks.noise_shares
+        fitted.shares, fitted.sharers = ranks.noise_shares, ranks.size if ranks.parallel == "records" else 1
         if ranks.parallel == "passes":
             fitted.split_passes(ranks.rank, ranks.size)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpulr.mechanisms.base import FittedMechanism, Gradients
 from dpulr.model.forward import Forward
@@ -32,11 +32,12 @@ class Updates:
 
     def assign(self, group: list[int], optimizer: torch.optim.Optimizer) -> None:
         """Hand the gradients to the optimizer. Whatever else stood there did not come from this step."""
-        found: dict[nn.Parameter, Tensor] = {}
+        found: dict[int, Tensor] = {}
         for i in group:
             site, buffers = self._sites[i], self._gradients[i]
             site.rule.leave_untrained(buffers)
-            found |= {parameter: buffers[name] for name, parameter in site.parameters.items()}
+            for name, parameter in site.parameters.items():
+                found[id(parameter)] = buffers[name]
         for parameters in optimizer.param_groups:
             for parameter in parameters["params"]:
-                parameter.grad = found.get(parameter)
+                parameter.grad = found.get(id(parameter))

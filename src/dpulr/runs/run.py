@@ -11,7 +11,7 @@ from typing import Any
 from dpulr import accounting
 from dpulr.accounting.disk_ledger import DiskLedger, cut_torn_end, ledger_digest
 from dpulr.accounting.events import Charge
-from dpulr.distributed.launch import restarted
+from dpulr.distributed.launch import RANK_TIMEOUT, restarted
 from dpulr.distributed.ranks import join
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import Interrupted, PrivacyRefusal, RunError
@@ -30,7 +30,9 @@ def start(
     settings: Settings, folder: Path, view: View, *, allow_uncertified: bool = False, show_unprotected: bool = False
 ) -> dict[str, Any]:
     """Train in a new folder and return what result.json holds."""
-    join().shared(lambda: check_new(folder))
+    ranks = join(timeout=settings.rank_timeout)
+    ranks.agree({name: str(value) for name, value in settings.to_dict().items() if name != "device"})
+    ranks.shared(lambda: check_new(folder))
     clock = Clock()
     with Stop() as stop, ExitStack() as held:
         view.note("reading the data")
@@ -58,16 +60,18 @@ def resume(
     *,
     target_epsilon: float | None = None,
     steps: int | None = None,
+    rank_timeout: float | None = None,
     show_unprotected: bool = False,
 ) -> dict[str, Any]:
     """Go on from the last checkpoint, with fresh entropy. All steps in the ledger count as spent, saved or not."""
-    clock, ranks = Clock(), join()
+    clock, ranks = Clock(), join(timeout=RANK_TIMEOUT if rank_timeout is None else rank_timeout)
     with Stop() as stop, ExitStack() as held:
         ledgers: list[DiskLedger] = []  # on rank 0, one
 
         def opened() -> tuple[Settings, int]:
             settings, ledger = _open(folder, target_epsilon, held)
             ledgers.append(ledger)
+            settings = settings if rank_timeout is None else replace(settings, rank_timeout=rank_timeout)
             return _resumed(settings, ledger, target_epsilon, steps), ledger.resumes
 
         settings, resumes = ranks.shared(opened)

@@ -122,7 +122,7 @@ class Session:
     def _unprotected(self, inputs: Any, targets: Any) -> None:
         """Not covered by the guarantee: kept apart from everything else, and marked."""
         with torch.no_grad():
-            losses = make_loss(self.training.settings)(call_model(self.training.model, inputs), targets)
+            losses = make_loss(self.training.settings)(call_model(self.training.engine.model, inputs), targets)
             loss = losses.mean().item() if len(losses) else None
         values = {"unprotected": True, "step": self.ledger.steps, "batch_size": len(targets), "training_loss": loss}
         append_line(self.folder / UNPROTECTED, values)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from dpulr import __version__, validate
+from dpulr.distributed.launch import RANK_TIMEOUT
 from dpulr.errors import UsageError
 from dpulr.runs.values import converted, pair_of, table_of
 
@@ -78,7 +79,10 @@ class Settings:
     model: str = _option(
         "auto", "Model: auto (by data set), mlp, resnet5, hf:FOLDER (of Hugging Face, for --text), or package.module:function."
     )
-    trained: str = _option("head", "hf: what is trained: head, last:N (the last N blocks and the head), bias, lora or all.")
+    trained: str = _option("head", "hf: what is trained: head, last:N (the last N blocks and the head), bias, lora, lora:N or all.")
+    keep_frozen: str | None = _option(
+        None, "Frozen layers before the first trained one are computed once per record, and kept: memory, or a folder."
+    )
     features: str | None = _option(
         None, "Train on features from a public model: scattering, efficientnet-lite0. The default model is then a linear layer."
     )
@@ -130,6 +134,9 @@ class Settings:
     max_per_person: int = _option(8, "With --unit: the most records of a person in a step, chosen at random.", _at_least(1))
     seed: int = _option(0, "Public randomness only: initial weights, subspaces.", _at_least(0))
     insecure_noise_seed: int | None = _option(None, "Repeatable noise, for tests: voids the guarantee.", _at_least(0))
+    rank_timeout: float = _option(
+        RANK_TIMEOUT, "Of several processes: seconds that one waits for another before the run ends.", validate.timeout
+    )
     evaluations: int = _option(
         20, "How often the held-out data is evaluated and a checkpoint written; 0: never evaluated.", _at_least(0)
     )

@@ -17,6 +17,7 @@ from dpulr.accounting.events import Release
 from dpulr.auto import Choice, Task, choose, scheduled
 from dpulr.engine import PrivacyEngine
 from dpulr.errors import UsageError
+from dpulr.kept import keep_frozen
 from dpulr.model.batches import synthetic
 from dpulr.parts.computing import computing
 from dpulr.randomness import RandomSource
@@ -31,7 +32,7 @@ Progress = Callable[[int, int, nn.Module], None]  # steps taken, steps planned, 
 
 
 class Training:
-    """What a run holds in memory: the model, its optimizer, the engine.
+    """What a run holds in memory: the model, its optimizer, the engine (of the model, or of what lies behind its frozen layers).
 
     The learning rate follows the steps charged so far, so it depends on nothing that a resumed run has lost. `round` is how often
     the run was resumed; it varies the public randomness of the steps. `open_end` takes as many steps as the budget allows.
@@ -42,6 +43,8 @@ class Training:
         self, settings: Settings, train: Dataset[Any], model: nn.Module, *, round: int = 0, open_end: bool = False
     ) -> None:
         self.model = model.to(_device(settings))
+        if settings.keep_frozen is not None:
+            model, train = _behind_frozen(settings, model, train)
         if settings.seconds is not None and settings.steps is None and not open_end:
             settings = _within_seconds(settings, train, model)
         self.optimizer = make_optimizer(settings, model)  # the rate is set in each step
@@ -64,6 +67,7 @@ class Training:
             insecure_noise_seed=settings.insecure_noise_seed,
             unit=make_unit(settings),
             max_per_person=settings.max_per_person,
+            rank_timeout=settings.rank_timeout,
         )
         self.engine.advises = False  # a run shows the engine's notes itself
         self.settings = _settled(settings, self.engine)
@@ -101,6 +105,14 @@ class Training:
             yield inputs, targets
 
 
+def _behind_frozen(settings: Settings, model: nn.Module, train: Dataset[Any]) -> tuple[nn.Module, Any]:
+    """What is trained, and the records as they leave the frozen layers."""
+    if settings.unit is not None:
+        raise UsageError("--keep-frozen keeps no column that names people: leave it out, or --unit.")
+    kept = keep_frozen(model, train, path=None if settings.keep_frozen == "memory" else settings.keep_frozen)
+    return kept.model, kept.dataset
+
+
 def _settled(settings: Settings, engine: PrivacyEngine) -> Settings:
     """With what was left to "auto" as numbers."""
     choice = engine.choice
@@ -111,7 +123,7 @@ def _settled(settings: Settings, engine: PrivacyEngine) -> Settings:
 def _within_seconds(settings: Settings, train: Dataset[Any], model: nn.Module) -> Settings:
     """As many epochs as fit, at most `MOST_EPOCHS`. A step is timed with the settings of ten epochs, on synthetic records."""
     assert settings.seconds is not None
-    engine = Training(replace(settings, seconds=None), train, model).engine
+    engine = Training(replace(settings, seconds=None, keep_frozen=None), train, model).engine
     passes = settings.seconds / max(seconds_per_step(engine), 1e-9) * engine.sample_rate
     return replace(settings, seconds=None, epochs=float(f"{min(max(passes, engine.sample_rate), MOST_EPOCHS):.3g}"))
 
@@ -226,4 +238,4 @@ def expected_seconds(settings: Settings, train: Dataset[Any], *, batch_size: int
 def _cheap(settings: Settings, **changes: Any) -> Settings:
     """With the noise given, and nothing to search for."""
     plain: dict[str, Any] = {"target_epsilon": None, "noise_multiplier": 1.0, "rejection_threshold": 0, "sampling": "poisson"}
-    return replace(settings, **(plain | {"temperature": None, "seconds": None} | changes))
+    return replace(settings, **(plain | {"temperature": None, "seconds": None, "keep_frozen": None} | changes))

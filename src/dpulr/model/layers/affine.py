@@ -36,8 +36,11 @@ class AffineRule(WeightLinearRule):
         """(records, groups): norm of the features, with the constant 1 of a trained bias."""
         if "weight" not in self.parameters:
             return torch.full(x.shape[:2], math.sqrt(x.shape[2]), dtype=x.dtype, device=x.device)
-        lengths = _lengths(x)
-        return torch.hypot(lengths, lengths.new_full((), math.sqrt(x.shape[2]))) if "bias" in self.parameters else lengths
+        return self._with_bias(_lengths(x), x.shape[2])
+
+    def _with_bias(self, lengths: Tensor, positions: int) -> Tensor:
+        """Lengths of features, with the constant 1 of a trained bias in each position."""
+        return torch.hypot(lengths, lengths.new_full((), math.sqrt(positions))) if "bias" in self.parameters else lengths
 
     def gains(self, call: Call) -> Tensor:
         lengths = self._lengths(self.features(call.input))
@@ -118,12 +121,38 @@ class LinearRule(AffineRule):
     def grouped(self, output: Tensor) -> Tensor:
         return self.features(output)
 
+    def gains(self, call: Call) -> Tensor:
+        x = call.input
+        return self._with_bias(safe_row_norm(x), 1) if self._one_position(x) else super().gains(call)
+
+    def norms(self, call: Call, signal: Tensor) -> Tensor:
+        """Of one position: |x| |u|."""
+        x = call.input
+        if not self._one_position(x):
+            return super().norms(call, signal)
+        return (self._with_bias(safe_row_norm(x), 1).double() * safe_row_norm(signal)).to(signal.dtype)
+
+    def _one_position(self, x: Tensor) -> bool:
+        return x.dim() == 2 and "weight" in self.parameters
+
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         u = signal.reshape(-1, signal.shape[-1])
         if "weight" in into:
             into["weight"].addmm_(u.t(), call.input.reshape(-1, call.input.shape[-1]))
         if "bias" in into:
             into["bias"] += u.sum(0)
+
+    def add_in_parts(self, call: Call, signal: Tensor, into: dict[str, Tensor], together: int) -> None:
+        """The same sums by fewer calls; those for the bias wholly in float64. A subclass may have changed `add_gradient`."""
+        if not self._one_position(call.input) or type(self).add_gradient is not LinearRule.add_gradient:
+            super().add_in_parts(call, signal, into, together)
+            return
+        weight = into["weight"]
+        total = torch.empty_like(weight, dtype=signal.dtype)
+        for start in range(0, len(signal), together):
+            weight += torch.mm(signal[start : start + together].t(), call.input[start : start + together], out=total)
+        if "bias" in into:
+            into["bias"] += signal.sum(0, dtype=torch.float64)
 
     def shift(self, call: Call, deltas: WeightDeltas) -> Tensor:
         x = call.input

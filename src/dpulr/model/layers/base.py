@@ -101,7 +101,8 @@ class LayerRule:
     shares_positions: ClassVar[bool] = False
     """True if a signal may be expressed in a smaller basis of the output's last axis (a public subspace)."""
     finite_gain_suffices: ClassVar[bool] = False
-    """True if a finite gain proves that all that makes the record's gradient is finite: no second look is needed."""
+    """True if a finite gain proves that a record's input is finite, and a finite norm that its signal is, too: no second look is
+    needed."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.module = module
@@ -215,6 +216,16 @@ class LayerRule:
     def add_gradient(self, call: Call, signal: Tensor, into: dict[str, Tensor]) -> None:
         """Add sum_i J_i^T signal_i to `into`, one buffer per parameter."""
         raise TypeError(f"{type(self.module).__name__} has no output space")
+
+    def add_in_parts(self, call: Call, signal: Tensor, into: dict[str, Tensor], together: int) -> None:
+        """The same for buffers in float64: `together` records at a time are added up in the model's own precision."""
+        totals = {name: torch.empty_like(buffer, dtype=signal.dtype) for name, buffer in into.items()}
+        for start in range(0, len(signal), together):
+            for total in totals.values():
+                total.zero_()
+            self.add_gradient(call.rows(start, start + together), signal[start : start + together], totals)
+            for name, total in totals.items():
+                into[name] += total
 
 
 class WeightLinearRule(LayerRule):

@@ -33,10 +33,16 @@ def check_rule(rule: LayerRule, call: Call, label: str, *, output_space: bool) -
         for scale in _SCALES:
             check = _check_output_space if output_space else _check_weight_space
             check(rule, _scaled(rule, call, scale), label, generator)
-    if output_space and rule.finite_gain_suffices and _any_floats(call):
+    if output_space and rule.finite_gain_suffices:
+        ones = torch.ones_like(call.output)
         for bad in (math.nan, math.inf):
-            if bool(torch.isfinite(rule.gains(_spoilt(call, bad))).any()):
-                raise _refused(label, f"its gains are finite for an input of {bad}, although it says finite_gain_suffices")
+            found = [("norms", "a signal", rule.norms(call, bad * ones))]
+            if _any_floats(call):
+                spoilt = _spoilt(call, bad)
+                found += [("gains", "an input", rule.gains(spoilt)), ("norms", "an input", rule.norms(spoilt, ones))]
+            for kind, what, values in found:
+                if bool(torch.isfinite(values).any()):
+                    raise _refused(label, f"its {kind} are finite for {what} of {bad}, although it says finite_gain_suffices")
 
 
 def _check_output_space(rule: LayerRule, call: Call, label: str, generator: torch.Generator) -> None:

@@ -139,7 +139,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     result, start = run.result, run.ledger.start
 
     def count(name: str) -> str:
-        return f"{result[name]:,}" if isinstance(result.get(name), int) else "-"
+        return _whole(result.get(name))
 
     return [
         ("run", start.run),
@@ -165,14 +165,22 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     ]
 
 
+def _whole(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else "-"
+
+
 def _classes(run: RunData) -> list[tuple[str, str, str, str]]:
     """Class by class, on the held-out data: records, recall, precision."""
 
     def share(value: object) -> str:
         return f"{value:.2%}" if isinstance(value, int | float) else "-"
 
-    rows = run.result.get("test_classes", [])
-    return [(str(row["class"]), f"{row['records']:,}", share(row["recall"]), share(row["precision"])) for row in rows]
+    rows = run.result.get("test_classes")
+    return [
+        (str(row.get("class", "-")), _whole(row.get("records")), share(row.get("recall")), share(row.get("precision")))
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict)
+    ]
 
 
 def _held_out(run: RunData) -> str:

@@ -1,0 +1,60 @@
+"""The sizes of passes: filled up to whole vectors of rows, in short memory too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpulr.model.row_sizes import RowSizes
+from tests.support.core import engine, train
+
+
+def in_vectors(sizes: Sequence[int]) -> bool:
+    """As matrix products are computed: the rows behind the last whole vector are rounded in another way."""
+    return all(size % 16 == 0 for size in sizes)
+
+
+@pytest.mark.parametrize(("most", "largest"), [(10_000, 2_208), (457, 448), (100, 96), (40, 32), (16, 16)])
+def test_a_pass_has_whole_vectors_of_rows_however_many_fit(most: int, largest: int) -> None:
+    rows = RowSizes(lambda: 2_000.0, most, in_vectors)
+    assert (rows.largest, rows.alone) == (largest, False)
+
+
+@pytest.mark.parametrize("most", [10_000, 1_500])
+@pytest.mark.parametrize("last", [800, 896, 1_000, 1_024, 1_090, 1_152])
+def test_where_the_arithmetic_changes_at_some_number_of_rows_the_sizes_above_it_are_taken(most: int, last: int) -> None:
+    """Not the largest alone: a batch of 1,000 would be filled up to 1,152 rows, or 1,280."""
+    rows = RowSizes(lambda: 1_000.0, most, lambda sizes: in_vectors(sizes) and len({size <= last for size in sizes}) == 1)
+    assert rows.sizes == [size for size in range(896, 1_153, 32) if size > last or last == 1_152]
+
+
+def test_records_go_alone_where_no_size_does() -> None:
+    rows = RowSizes(lambda: 2_000.0, 10_000, lambda sizes: False)
+    assert (rows.largest, rows.alone) == (1, True)
+
+
+def test_fewer_rows_than_a_vector_are_one_size() -> None:
+    rows = RowSizes(lambda: 2_000.0, 7, lambda sizes: True)
+    assert rows.sizes == [7]
+
+
+class Placed(nn.Module):
+    """Its last bits depend on the place of a row, too little for the check of row independence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-7 * torch.arange(len(x), dtype=x.dtype).remainder(3).unsqueeze(1)
+
+
+@pytest.mark.parametrize("mechanism", ["hidden-direction", "gradient"])
+def test_a_model_whose_rows_do_not_agree_is_run_record_by_record_and_that_is_said(mechanism: str) -> None:
+    private = engine(mechanism=mechanism, model=nn.Sequential(nn.Linear(4, 4), Placed(), nn.Linear(4, 3)))
+    with pytest.warns(UserWarning, match="one by one, which is slow, because no number of rows"):
+        train(private, 1)
+    assert private.fitted.rows.alone
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(private, 1)  # it is said once
