@@ -151,7 +151,7 @@ print((highest() - before) / 1024)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak on Linux only")
 @pytest.mark.parametrize("name", ["linear", "convolutions"])
 def test_resident_memory_agrees(name: str, request: pytest.FixtureRequest) -> None:
-    """What the operating system sees of set-up, trials and a step, work space of the kernels included. What is freed goes back at once."""
+    """What the operating system sees of set-up, trials and a step, kernels' work space included. What is freed goes back."""
     program = RESIDENT.format(name=name, limit=48)
     command, where = [sys.executable, "-W", "ignore", "-c", program], request.config.rootpath
     found = subprocess.run(command, cwd=where, env=os.environ | FREED_AT_ONCE, capture_output=True, text=True, check=True)
