@@ -179,6 +179,7 @@ class PrivacyEngine:
             sites=self.mechanism.uses_sites,
             rows=setup.rows_of_a_pass(request),
         )
+        setup.give_back_memory()
         setup.check_weights_of_loss(loss_fn, self.mechanism, self.forward, model)
         self.task, size = task_of(self.mechanism, self.forward, self.optimizer, request)
         repeats = getattr(self.mechanism, "repeats", None)
@@ -249,6 +250,7 @@ class PrivacyEngine:
         if not self.fitted.rows_settled:
             with trying(self.forward):
                 slow = self.fitted.settle_rows()
+            setup.give_back_memory()
             if slow is not None:
                 warnings.warn(slow, stacklevel=2)
         with computing(self.forward, self._source):

@@ -17,7 +17,7 @@ from dpulr import accounting
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.zeroth_order import _WITH_MARGIN as WITH_MARGIN
 from dpulr.mechanisms.zeroth_order import FittedZerothOrder
-from dpulr.model.moved_weights import Direction
+from dpulr.model.moved_weights import Direction, Moved
 from dpulr.randomness import RandomSource
 from tests.support import zoo
 from tests.support.core import LOSS, accuracy, engine, fit, gradient, normed_mlp, points, rounded, total, train
@@ -316,6 +316,24 @@ def test_directions_are_the_same_in_any_order_and_of_unit_spread(monkeypatch: py
             direction.add_to(parts[start:stop], start, 1.0)
         torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
         assert whole.square().mean().item() == pytest.approx(1.0, abs=1e-5 if sphere else 0.05)
+
+
+def test_of_a_table_only_the_rows_that_are_looked_up_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get what the whole table would get, across the blocks of a direction; bit for bit, whichever others there are."""
+    monkeypatch.setattr("dpulr.model.moved_weights.BLOCK", 1_000)
+    table, offset = nn.Parameter(torch.randn(700, 7, generator=torch.Generator().manual_seed(0))), 333
+    direction = Direction(7, 5_300, torch.float32, torch.device("cpu"))
+    literal = table.detach().clone()
+    direction.add_to(literal, offset, 0.3)
+    index = torch.randint(0, 700, (40, 5), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), Moved({table: offset}, direction, 0.3):
+        found = nn.functional.embedding(index, table)
+        alone = [nn.functional.embedding(row, table) for row in (*index, torch.arange(700), torch.tensor([], dtype=torch.long))]
+    torch.testing.assert_close(found, literal[index])
+    torch.testing.assert_close(alone[40], literal)
+    assert torch.equal(torch.stack(alone[:40]), found)
+    assert torch.equal(alone[40][index], found)
+    assert alone[41].shape == (0, 7)
 
 
 def test_large_models_are_updated_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:

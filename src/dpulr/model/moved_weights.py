@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from tempfile import SpooledTemporaryFile
 from typing import Any
 
@@ -45,6 +46,24 @@ class Direction:
             flat[start - offset : start - offset + size].add_(part, alpha=alpha * self._scale)
             start += size
 
+    def add_to_rows(self, values: Tensor, rows: Tensor, offset: int, alpha: float) -> None:
+        """The same for these rows, in ascending order, of a table that begins at `offset`; `values` is (rows, width).
+
+        Product and sum are rounded one by one: the bits of a row don't depend on which others there are.
+        """
+        width = values.shape[1]
+        starts = rows * width + offset
+        block_of = torch.div(starts + (width - 1), BLOCK, rounding_mode="floor")  # that of a row's last number
+        first, last = int(starts[0]) // BLOCK, int(block_of[-1])
+        ends = torch.searchsorted(block_of, torch.arange(first, last + 1, device=rows.device), right=True).tolist()
+        before = torch.empty(0, dtype=self._dtype, device=self._device)
+        for number, (start, end) in enumerate(pairwise([0, *ends]), first):
+            block = self._made(number)
+            if start < end:
+                windows = torch.cat([before, block]).unfold(0, width, 1)
+                values[start:end] += windows[starts[start:end] - (number * BLOCK - len(before))] * (alpha * self._scale)
+            before = block[len(block) - min(width - 1, len(block)) :]
+
     def _made(self, number: int) -> Tensor:
         if number != self._number:
             seed = (
@@ -67,6 +86,8 @@ class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._direction, self._length = direction, length
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding.default and id(args[0]) in self._offsets and args[0].shape[1] < BLOCK:
+            return self._rows(args[0], args[1])
         return func(*self._seen(args), **({name: self._seen(value) for name, value in kwargs.items()} if kwargs else {}))
 
     def _seen(self, value: Any) -> Any:
@@ -75,6 +96,15 @@ class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, tuple | list):
             return type(value)(self._seen(item) for item in value) if value else value
         return value
+
+    def _rows(self, table: Tensor, index: Tensor) -> Tensor:
+        """Of a table that is looked up, only the rows that are wanted: it may be most of the model."""
+        rows, places = torch.unique(index, return_inverse=True)
+        with torch.inference_mode(False), torch.no_grad():
+            moved = table[rows]
+            if len(rows):
+                self._direction.add_to_rows(moved, rows, self._offsets[id(table)], self._length)
+        return moved[places]
 
     def _moved(self, parameter: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():  # what takes a view of it expects a plain tensor, as a parameter is
