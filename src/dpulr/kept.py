@@ -239,7 +239,7 @@ class Kept:
 def _found(path: Path, identity: str, columns: int) -> list[np.ndarray] | None:
     """What lies in a folder, if it is of the same weights and records."""
     about = path / _ABOUT
-    if not about.is_file() or json.loads(about.read_text()).get("identity") != identity:
+    if not about.is_file() or json.loads(about.read_text(encoding="utf-8")).get("identity") != identity:
         return None
     return [np.load(path / f"{i}.npy", mmap_mode="r") for i in range(columns)]
 

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from dpulr import accounting, errors, runs
 from dpulr.auto import Task, batch_size_for
-from dpulr.cli import main, options
+from dpulr.cli import main, options, train
 from dpulr.cli.options import SPELLINGS
 from dpulr.cli.progress import LiveView, make_view
+from dpulr.runs.settings import Settings
 from tests.support import small_job
 from tests.support.small_cli import SMALL, Ended, Forked
 
@@ -80,6 +81,8 @@ def test_every_option_has_a_help_line(command: list[str], run_cli: Cli) -> None:
         (["plan", "--dims", "4,4"], 2, "--dataset-size"),
         (["plan", "--dims", "a,b"], 2, "--dims"),
         (["plan", "--mechanism", "paper"], 2, "no certified epsilon"),
+        (["plan", "--set", "sampling=shuffle"], 2, "shuffled batches"),
+        (["plan", "--seconds", "60"], 2, "--epochs instead of --seconds"),
         (["plan", "--steps", "5", "--epsilon", "1", "--noise-multiplier", "3", "--batch-size", "9", "--dims", "4"], 2, "--epochs"),
         (["data", "fetch", "letters"], 2, "'letters'"),
     ],
@@ -173,6 +176,17 @@ def test_plan_prints_the_noise_that_train_uses(job: str, run_cli: Cli, tmp_path:
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     for name in ("noise_multiplier", "epsilon", "steps", "sample_rate", "delta"):
         assert found[name] == result[name], name
+
+
+def test_plan_leaves_evaluations_and_a_temperature_their_share(run_cli: Cli, tmp_path: Path) -> None:
+    options = [*SMALL[:4], "--batch-size", "20", "--epsilon", "2", "--epochs", "0.6", "--mechanism", "gaussian"]
+    options += ["--evaluation-epsilon", "0.5", "--temperature", "0.1"]
+    found = planned(run_cli, *options)
+    assert run_cli("train", *options, "--out", tmp_path / "run").code == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found["noise_multiplier"] == result["noise_multiplier"]
+    assert found["epsilon"] <= 2 * 0.9 - 0.5 < result["epsilon"] <= 2 == found["budget"]
+    assert "the rest of 2" in run_cli("plan", *options).out
 
 
 def test_plan_shows_the_layers(run_cli: Cli) -> None:
@@ -323,3 +337,37 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: 
         folder = options.new_folder("search")
         assert folder == Path("runs") / name
         folder.mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "mechanism", "name"),
+    [
+        ("mnist", "gaussian", "mnist-gaussian"),
+        ("csv:census.csv", "gradient", "csv.census.csv-gradient"),
+        ("csv:/home/me/census.csv", "gradient", "census.csv-gradient"),
+        (r"csv:C:\data\census.csv", "gradient", "census.csv-gradient"),
+        ("my.module:data", "my.module:Votes", "my.module.data-my.module.Votes"),
+    ],
+)
+def test_a_run_is_named_by_what_every_system_has_in_names(
+    dataset: str, mechanism: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "new_folder", Path)
+    assert train._default_folder(Settings(dataset=dataset, mechanism=mechanism)) == Path(name)
+
+
+@pytest.mark.parametrize(("shell", "said"), [("bash", "complete_bash"), ("zsh", "complete_zsh")])
+def test_a_shell_completes_commands_and_options(
+    shell: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What `dpulr --install-completion` puts into a shell's start-up, and what the shell then asks."""
+    monkeypatch.setenv("_DPULR_COMPLETE", f"source_{shell}")
+    assert main([]) == 0
+    assert f"_DPULR_COMPLETE={said}" in capfd.readouterr().out
+    monkeypatch.setenv("_DPULR_COMPLETE", said)
+    for words, answer in (("dpulr tr", "train"), ("dpulr train --eps", "--epsilon"), ("dpulr train --learning", "--learning-rate")):
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", words)
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        assert main([]) == 0
+        assert answer in capfd.readouterr().out

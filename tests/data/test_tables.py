@@ -192,6 +192,9 @@ def test_a_table_is_trained_on(job: tuple[Path, list[Any]], run_cli: Callable[..
     result = json.loads(ended.out.splitlines()[-1])
     assert result["test_accuracy"] > 0.85
     assert (result["guarantee"], result["mechanism"]) == ("certified", "gradient")
+    planned = run_cli("plan", *command[1:], "--json")
+    assert planned.code == 0, planned.err
+    assert json.loads(planned.out)["noise_multiplier"] == result["noise_multiplier"]
 
 
 @pytest.mark.parametrize(

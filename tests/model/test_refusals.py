@@ -157,9 +157,13 @@ def scalar(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (nn.CrossEntropyLoss(), r"one value per record: for \d records it returned shape \(\)"),
+        (nn.CrossEntropyLoss(), r"one value per record: for \d records it returned shape \(\)\. Pass reduction='none'"),
         (scalar, "one value per record"),
-        (lambda output, target: output, r"one value per record.*\(5, 3\)"),
+        (lambda output, target: output, r"one value per record.*\(5, 3\)\. Average over .* with \.mean\(1\)"),
+        (
+            lambda output, target: output.view(-1, 3, 1),
+            r"one value per record.*\(5, 3, 1\)\. Average over .* with \.mean\(\(1, 2\)\)",
+        ),
         (lambda output, target: LOSS(output, target).unsqueeze(1), r"one value per record.*\(5, 1\)"),
         (lambda output, target: 0.0, "must return a tensor.* not float"),
         (lambda output, target: LOSS(output, target) - LOSS(output, target).mean(), "the loss function mixes records"),

@@ -66,7 +66,7 @@ def _digest(text: str, value: str) -> str:
 
 def _read(path: Path, text: str) -> float | None:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         if data["of"] != text or data["digest"] != _digest(text, data["value"]):
             return None
         value = float(data["value"])
@@ -81,6 +81,6 @@ def _write(path: Path, text: str, value: float) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({"of": text, "value": number, "digest": _digest(text, number)}, file)
         os.replace(name, path)

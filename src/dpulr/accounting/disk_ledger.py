@@ -288,7 +288,7 @@ def _head_line(entries: int, head: str) -> bytes:
 
 def _read_head(folder: Path) -> tuple[int, str]:
     try:
-        count, head = (folder / HEAD).read_text().split()
+        count, head = (folder / HEAD).read_text(encoding="utf-8").split()
         return int(count), head
     except (OSError, ValueError) as problem:
         raise PrivacyRefusal(

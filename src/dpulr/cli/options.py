@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -35,24 +35,20 @@ Unprotected = Annotated[
 ]
 
 
-def takes_settings(names: Sequence[str] = NAMES) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_settings(body: Callable[..., None]) -> Callable[..., None]:
     """A command whose first argument is the dictionary of those settings that were given, each by an option of its own."""
+    hints = get_type_hints(body, include_extras=True)
+    own = [p.replace(annotation=hints[p.name]) for p in list(inspect.signature(body).parameters.values())[1:]]
 
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(body, include_extras=True)
-        own = [p.replace(annotation=hints[p.name]) for p in list(inspect.signature(body).parameters.values())[1:]]
+    @functools.wraps(body)
+    def command(**given: Any) -> None:
+        values = {name: given.pop(name) for name in NAMES}
+        body({name: value for name, value in values.items() if value is not None}, **given)
 
-        @functools.wraps(body)
-        def command(**given: Any) -> None:
-            values = {name: given.pop(name) for name in names}
-            body({name: value for name, value in values.items() if value is not None}, **given)
-
-        parameters = [*map(setting, names), *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
-
-    return decorate
+    parameters = [*map(setting, NAMES), *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 def setting(name: str) -> inspect.Parameter:

@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
     MakeRelease = Callable[[float], Release]
 
-_SETTINGS = (
-    *("dataset", "model", "mechanism", "repeats", "exact", "batch_size", "epochs", "steps"),
-    *("target_epsilon", "target_delta", "noise_multiplier", "rejection_threshold", "unit", "max_per_person"),
-)
 
-
-@takes_settings(_SETTINGS)
+@takes_settings
 def plan(
     options: dict[str, Any],
     dataset_size: Annotated[int | None, typer.Option(help="Number of records. Default: that of the data set.")] = None,
@@ -42,18 +37,28 @@ def plan(
     from dpulr import solver
 
     settings = Settings.build(options=options, sets=sets or ())
+    if settings.sampling != "poisson" or settings.insecure_noise_seed is not None:
+        raise UsageError("shuffled batches, or a seed for the noise, leave no guarantee: there is no epsilon to plan with.")
+    if settings.seconds is not None:
+        raise UsageError("plan says how many seconds a number of epochs takes: give --epochs instead of --seconds.")
+    if settings.min_dataset_size is not None:
+        raise UsageError("plan takes the size of the data set for public: leave out --min-dataset-size.")
     said = {*options, *keys_of(sets or ())}
     how = _of_dims(settings, dims) if dims is not None else _of_model(settings, dataset_size)
     given = _completed(settings, said, dataset_size, how)
     delta = settings.target_delta if "target_delta" in said or None in given.values() else None
     found = solver.plan(mechanism=how.release, delta=delta, rejection_threshold=settings.rejection_threshold, **given)
     layers = _layers(how.release(found.noise_multiplier), found.noise_multiplier)
+    beside = found.solved_for != "epsilon" and settings.epsilon_of_steps != settings.target_epsilon
     explained = how.explained(found)
     if as_json:
         chosen = {} if explained is None else {"chosen": {**asdict(explained[0]), "seconds": explained[1]}}
-        print(json.dumps({**asdict(found), **layers, **chosen}, indent=2))
+        budget = {"budget": settings.target_epsilon} if beside else {}
+        print(json.dumps({**asdict(found), **budget, **layers, **chosen}, indent=2))
         return
     print(found.table())
+    if beside:
+        print(f"epsilon is that of the steps; noisy evaluations and a temperature have the rest of {settings.target_epsilon:g}")
     for name, values in layers.items():
         print(f"{name}: {', '.join(f'{value:.4g}' for value in values)}")
     if explained is not None:
@@ -65,7 +70,7 @@ def plan(
 def _completed(settings: Settings, said: set[str], dataset_size: int | None, how: How) -> dict[str, Any]:
     """The five quantities, None for the one to compute. `said`: settings that were given."""
     given: dict[str, Any] = {
-        "epsilon": settings.target_epsilon if "target_epsilon" in said else None,
+        "epsilon": settings.epsilon_of_steps if "target_epsilon" in said else None,
         "noise_multiplier": settings.noise_multiplier,
         "batch_size": settings.batch_size if "batch_size" in said and settings.batch_size != "auto" else None,
         "epochs": settings.epochs if "epochs" in said or settings.steps is not None else None,
@@ -93,7 +98,7 @@ def _solved(given: dict[str, Any]) -> str:
 
 def _defaults(settings: Settings) -> dict[str, Any]:
     return {
-        "epsilon": settings.target_epsilon,
+        "epsilon": settings.epsilon_of_steps,
         "noise_multiplier": settings.noise_multiplier,
         "epochs": settings.epochs,
     }
@@ -173,7 +178,7 @@ def _of_dims(settings: Settings, dims: str) -> How:
         sizes = [int(part) for part in dims.replace(",", " ").split()]
     except ValueError as problem:
         raise UsageError(f"--dims takes whole numbers, such as 16,16,16,10, not {dims!r}.") from problem
-    task = Task(settings.mechanism, 1, (), settings.target_epsilon, settings.target_delta, settings.epochs, settings.steps)
+    task = Task(settings.mechanism, 1, (), settings.epsilon_of_steps, settings.target_delta, settings.epochs, settings.steps)
     if settings.mechanism != "hidden-direction":
         return How(release_maker(settings.mechanism), task)
     repeats = settings.repeats if isinstance(settings.repeats, int) else 8

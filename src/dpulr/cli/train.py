@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from dpulr.runs.config_files import read_config, split_invocation
 from dpulr.runs.settings import Settings
 
 
-@takes_settings()
+@takes_settings
 def train(
     options: dict[str, Any],
     out: Annotated[Path | None, typer.Option(help="Folder of the run; by default a new one under runs/.")] = None,
@@ -66,5 +67,6 @@ def train(
 
 
 def _default_folder(settings: Settings) -> Path:
-    dataset = settings.dataset.replace(":", ".").replace("/", ".")
-    return new_folder(f"{dataset}-{settings.mechanism}")
+    """Named by the data and the mechanism: a path by its last part, and without ":", which Windows has in no name."""
+    dataset = re.split(r"[/\\]", settings.dataset)[-1]
+    return new_folder(f"{dataset}-{settings.mechanism}".replace(":", "."))

@@ -15,7 +15,7 @@ from dpulr.runs.settings import Settings
 from dpulr.runs.values import pairs_of
 
 
-@takes_settings()
+@takes_settings
 def tune(
     options: dict[str, Any],
     space: Annotated[

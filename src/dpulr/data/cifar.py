@@ -82,8 +82,8 @@ def from_pictures(folder: Path, name: str) -> bytes:
         raise DataError(f"{stem}.png has the shape {pixels.shape}, not {(RECORDS, 1024, 3)}.")
     values = pixels.transpose(0, 2, 1).reshape(RECORDS, PIXELS)
     if stem == "test_batch":
-        labels = json.loads((folder / "test_lables.json").read_text())
+        labels = json.loads((folder / "test_lables.json").read_text(encoding="utf-8"))
     else:
         first = RECORDS * (int(stem.removeprefix("data_batch_")) - 1)
-        labels = json.loads((folder / "train_lables.json").read_text())[first : first + RECORDS]
+        labels = json.loads((folder / "train_lables.json").read_text(encoding="utf-8"))[first : first + RECORDS]
     return np.concatenate([np.array(labels, dtype=np.uint8).reshape(-1, 1), values], axis=1).tobytes()

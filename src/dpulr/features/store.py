@@ -43,7 +43,7 @@ def features_of(dataset: Any, extractor: Extractor, folder: Path) -> ArrayDatase
 
 def _opened(place: Path) -> ArrayDataset:
     """What lies in a folder, if it is what was put there."""
-    about = json.loads((place / ABOUT).read_text())
+    about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
     for name in (FEATURES, TARGETS):
         if not (place / name).is_file() or _file_digest(place / name) != about["sha256"][name]:
             raise DataError(f"{place / name} is damaged or missing: remove the folder {place}, and it is computed again.")
@@ -56,7 +56,7 @@ def _compute(inputs: Sequence[Any], targets: np.ndarray, extractor: Extractor, p
     order = sorted(range(len(inputs)), key=lambda row: (groups[row], row))
     rows = _partial(place, len(inputs), lambda: _run(features, [inputs[order[0]]]).shape[1])
     progress = place / "progress.json"
-    start = json.loads(progress.read_text())["rows"] if progress.exists() else 0
+    start = json.loads(progress.read_text(encoding="utf-8"))["rows"] if progress.exists() else 0
     for first in range(start, len(order), _BLOCK):
         block = order[first : first + _BLOCK]
         for part in _parts(block, groups):

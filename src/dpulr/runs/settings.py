@@ -163,6 +163,13 @@ class Settings:
             raise UsageError(f"seed is {self.seed}; it must be a whole number from 0 to 2^32 - 1.")
 
     @property
+    def epsilon_of_steps(self) -> float | None:
+        """What noisy evaluations and a temperature leave of the budget: their epsilon adds up (docs/theory.md)."""
+        if self.target_epsilon is None:
+            return None
+        return self.target_epsilon * (1 - (self.temperature or 0.0)) - (self.evaluation_epsilon or 0.0)
+
+    @property
     def size(self) -> int:
         """The batch size, where it is a number."""
         if isinstance(self.batch_size, str):

@@ -57,7 +57,7 @@ class Training:
             batch_size=None if settings.batch_size == "auto" else settings.size,
             epochs=settings.epochs if settings.steps is None and not open_end else None,
             steps=None if open_end else settings.steps,
-            target_epsilon=_share_of_training(settings),
+            target_epsilon=settings.epsilon_of_steps,
             target_delta=settings.target_delta,
             noise_multiplier=settings.noise_multiplier,
             sampling=settings.sampling,  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ class Training:
 
     def fit_temperature(self) -> float:
         """What the outputs of the trained model are to be divided by."""
-        budget = _share_of_training(replace(self.settings, temperature=None))
+        budget = replace(self.settings, temperature=None).epsilon_of_steps
         assert budget is not None
         return fit_temperature(self.engine, target_epsilon=budget)
 
@@ -181,13 +181,6 @@ def train_and_evaluate(settings: Settings, progress: Progress | None = None) -> 
     }
 
 
-def _share_of_training(settings: Settings) -> float | None:
-    """What noisy evaluations and a temperature leave of the budget. Epsilon of the former is pure: it adds up (docs/theory.md)."""
-    if settings.target_epsilon is None:
-        return None
-    return settings.target_epsilon * (1 - (settings.temperature or 0.0)) - (settings.evaluation_epsilon or 0.0)
-
-
 def _device(settings: Settings) -> torch.device:
     try:
         device = torch.device(settings.device)
@@ -213,7 +206,7 @@ def outline_of(settings: Settings, train: Dataset[Any], records: int | None = No
     task = replace(
         engine.task,
         records=records or engine.task.records,
-        epsilon=settings.target_epsilon,
+        epsilon=settings.epsilon_of_steps,
         delta=settings.target_delta,
         **length,
         noise_multiplier=settings.noise_multiplier,

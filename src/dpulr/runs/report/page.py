@@ -30,7 +30,9 @@ BIBTEX = f"""@software{{dpulr,
   title     = {{Forward Learning with Differential Privacy}},
   author    = {{Feng, Mingqian and Zhang, Zeliang and Jiang, Jinyang and Peng, Yijie and Xu, Chenliang}},
   booktitle = {{International Conference on Machine Learning}},
-  year      = {{2025}}
+  year      = {{2025}},
+  eprint    = {{2504.00411}},
+  archivePrefix = {{arXiv}}
 }}"""
 _PARTS = {"setup": "set-up", "checkpoint": "checkpoints"}
 
