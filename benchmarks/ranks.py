@@ -1,6 +1,7 @@
 """Several processes of one core each: seconds per step, and the bytes of a step. docs/scale.md shows what came out.
 
     python -m benchmarks.ranks            # steps on 1, 2 and 4 processes, into reproduction/results/ranks.json: about ten minutes
+    python -m benchmarks.ranks --headline # two jobs, 1 and 2 processes: two minutes, into no file
     python -m benchmarks.ranks --bytes    # what a step sends, beside Opacus: seconds, and a busy machine does not matter
     python -m reproduction pages          # fits the model of costs, and fills the page
 
@@ -10,12 +11,14 @@ Run the first on a quiet machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,30 +50,42 @@ MESSAGES: dict[str, Any] = {
 }
 
 
+@cache
+def data_of(name: str) -> Any:
+    """Made once, before processes are forked."""
+    return MODELS[name][1]()
+
+
 # --- on a rank ------------------------------------------------------------------------------------------------------------
 def made(name: str, batch: int, mechanism: Any, steps: int) -> dpulr.PrivacyEngine:
-    make, data = MODELS[name]
+    make, _ = MODELS[name]
     model = make(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return dpulr.PrivacyEngine(
-        model, optimizer, data(), LOSS, mechanism=mechanism, batch_size=batch, steps=steps, noise_multiplier=2.0
+        model, optimizer, data_of(name), LOSS, mechanism=mechanism, batch_size=batch, steps=steps, noise_multiplier=2.0
     )
 
 
 def seconds(job: str, steps: int, share: int) -> dict[str, float]:
-    """Of a step on a batch of a `share`-th of the job's, the best of three rounds; what of it was communication and waiting."""
+    """Of a step on a batch of a `share`-th of the job's; what of it was communication and waiting; and how long it computed.
+
+    The last two are means over all processes.
+    """
     name, batch, mechanism = JOBS[job]
-    engine = made(name, batch // share, mechanism, WARM + ROUNDS * steps)
-    _timed(engine, WARM)
-    step, communication = min(_timed(engine, steps) for _ in range(ROUNDS))
-    return {"batch": batch // share, "seconds": step, "communication": communication, "numbers": engine.fitted.size}
+    engine = made(name, batch // share, mechanism, WARM + steps)
+    _take(engine, WARM)
+    began, computed, waited = time.perf_counter(), time.process_time(), engine.ranks.seconds
+    _take(engine, steps)
+    step = (time.perf_counter() - began) / steps
+    own = (time.process_time() - computed) / steps, (engine.ranks.seconds - waited) / steps
+    processor, communication = (sum(each) / engine.ranks.size for each in zip(*engine.ranks.gathered(own), strict=True))
+    numbers = engine.fitted.size
+    return {"batch": batch // share, "seconds": step, "communication": communication, "processor": processor, "numbers": numbers}
 
 
-def _timed(engine: dpulr.PrivacyEngine, steps: int) -> tuple[float, float]:
-    began, waited = time.perf_counter(), engine.ranks.seconds
+def _take(engine: dpulr.PrivacyEngine, steps: int) -> None:
     for inputs, targets in engine.batches(steps):
         engine.step(inputs, targets)
-    return (time.perf_counter() - began) / steps, (engine.ranks.seconds - waited) / steps
 
 
 def sent(step: Callable[[], None]) -> dict[str, int]:
@@ -110,9 +125,9 @@ def sent_by_opacus(name: str) -> dict[str, int]:
     from opacus import PrivacyEngine
     from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as Wrapper
 
-    make, data = MODELS[name]
+    make, _ = MODELS[name]
     model = Wrapper(make(seed=0))
-    loader = torch.utils.data.DataLoader(data(), batch_size=64)
+    loader = torch.utils.data.DataLoader(data_of(name), batch_size=64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private, optimizer, loader = PrivacyEngine().make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=2.0, max_grad_norm=1.0
@@ -171,34 +186,43 @@ def measure_bytes() -> dict[str, Any]:
     return found
 
 
-def measure_seconds(jobs: list[str], sizes: list[int], steps: int) -> dict[str, Any]:
+def measure_seconds(jobs: list[str], sizes: list[int], steps: int, shares: list[int]) -> dict[str, Any]:
+    """The best of three rounds; in each, all numbers of processes take their turn, so that a slow minute slows them all."""
     found: dict[str, Any] = {}
-    for job in jobs:
-        for share in (1, 4):
-            for size in sizes:
-                one = on_ranks(size, seconds, job, steps, share) | {"ranks": size}
-                found.setdefault(job, []).append(one)
-                print(f"{job}: {size} processes, batch {one['batch']}, {1 / one['seconds']:.2f} steps per second", flush=True)
+    for job, share in itertools.product(jobs, shares):
+        data_of(JOBS[job][0])
+        rounds = [{size: on_ranks(size, seconds, job, steps, share) | {"ranks": size} for size in sizes} for _ in range(ROUNDS)]
+        for size in sizes:
+            one = min((found[size] for found in rounds), key=lambda each: each["seconds"])
+            found.setdefault(job, []).append(one)
+            alone = min(found[sizes[0]]["seconds"] for found in rounds)
+            print(
+                f"{job}: {size} processes, batch {one['batch']}, {1 / one['seconds']:.3g} steps per second "
+                f"({alone / one['seconds']:.2f} times {sizes[0]}; {size * one['processor'] / one['seconds']:.2f} cores computing)",
+                flush=True,
+            )
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", action="store_true")
+    parser.add_argument("--headline", action="store_true", help="the first two jobs on 1 and 2 processes; print, and write no file")
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS, metavar="JOB")
-    parser.add_argument("--ranks", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--steps", type=int, default=10, help="per round; there are three, and the best counts")
-    parser.add_argument("--dry-run", action="store_true", help="print, and write no file")
     given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.headline:
+        measure_seconds(list(JOBS)[:2], [1, 2], given.steps, [1])
+        return
     known = read()
     if given.bytes:
         known["bytes"] = measure_bytes()
     else:
-        timed = measure_seconds(given.jobs, given.ranks, given.steps)
+        timed = measure_seconds(given.jobs, list(SIZES), given.steps, [1, 4])
         known["seconds"] = known.get("seconds", {}) | timed
         known["cores"] = len(os.sched_getaffinity(0))
-    if not given.dry_run:
-        FILE.write_text(json.dumps(known, indent=1) + "\n")
+    FILE.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

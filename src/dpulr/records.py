@@ -111,12 +111,12 @@ class Records:
             row = operator.index(subset.indices[row])
         return self._store.fetch(row)
 
-    def sample_digest(self) -> str:
+    def sample_digest(self, key: bytes) -> str:
         """The size, and where records lie in tensors or arrays a hash of some of them: whether two processes see the same data."""
         if not isinstance(self._store, Rows):
             return f"{self.size} records"
         columns, _ = self._store.read(self._places(np.linspace(0, self.size - 1, _LOOKED_AT).astype(np.int64))[0], self.schema)
-        digest = blake2b(digest_size=8)
+        digest = blake2b(digest_size=8, key=key)
         for column in columns:
             digest.update(column.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return f"{self.size} records, hash {digest.hexdigest()}"

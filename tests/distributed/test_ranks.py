@@ -363,6 +363,25 @@ def test_what_voids_the_guarantee_on_one_rank_voids_it_on_all() -> None:
     assert on_ranks(2, voided_on_one) == [("none", 2)] * 2
 
 
+def in_a_group(rank: int, members: list[int]) -> Any:
+    """Three processes, of which some train; the others do something else."""
+    group = dist.new_group(members)
+    if rank not in members:
+        with pytest.raises(InvalidArgument, match="process_group"):
+            engine(process_group=group)
+        return "refused"
+    private = engine(steps=3, process_group=group)
+    train(private)
+    return private.ranks.rank, private.ranks.size, private.ledger.steps, digest_of(private.model.parameters())
+
+
+def test_a_group_of_some_processes_may_train() -> None:
+    found = on_ranks(3, in_a_group, [1, 2])
+    assert found[0] == "refused"
+    assert [one[:3] for one in found[1:]] == [(0, 2, 3), (1, 2, 3)]
+    assert found[1][3] == found[2][3]
+
+
 def loaded(rank: int) -> Any:
     first = engine(steps=4)
     train(first, 2)

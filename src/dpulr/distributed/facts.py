@@ -29,8 +29,9 @@ def facts(
     records: Records,
     ranks: Alone,
     settings: dict[str, Any],
+    key: bytes,
 ) -> dict[str, str]:
-    """By name, in the order in which they are compared: what explains most comes first."""
+    """By name, in the order in which they are compared: what explains most comes first. `key` is for hashes of what is private."""
     versions = {
         "dpulr": dpulr.__version__,
         "torch": torch.__version__,
@@ -48,7 +49,7 @@ def facts(
     found["schema"] = str(records.schema)
     found["initial value of the parameters (a seed for them may be missing)"] = digest_of(model.state_dict().values())
     if not ranks.sharded:
-        found["data set (if each rank has its own part, say sharded=True)"] = records.sample_digest()
+        found["data set (if each rank has its own part, say sharded=True)"] = records.sample_digest(key)
     return found
 
 

@@ -27,6 +27,7 @@ _FEWEST = 16
 """Below that, loops over records are not computed by whole vectors."""
 _SPREAD = 4.0
 _COARSER = 4
+_RUNGS = 8
 Agree = Callable[[Sequence[int]], bool]
 """Whether the rows of one record agree to the last bit in all places of passes of all these sizes."""
 
@@ -85,14 +86,16 @@ class RowSizes:
         return sizes[-last_true(lambda n: self._agree(sizes[-n:]), 1, len(sizes)) :] if self._agree(sizes[-1:]) else []
 
     def _multiples(self, unit: int, expected: float) -> list[int]:
-        """Multiples of `unit` that nearly all batches lie between; where memory is short, the largest that fits."""
+        """Multiples of `unit` that nearly all batches lie between; where memory is short, a ladder up to the most that fits."""
         spread = _SPREAD * math.sqrt(expected)
         first, last = (max(1, math.ceil((expected + way) / unit)) for way in (-spread, spread))
-        return [unit * i for i in range(first, last + 1) if unit * i <= self._most] or [self._fitting(unit)]
+        return [unit * i for i in range(first, last + 1)] if unit * last <= self._most else self._ladder(unit)
 
-    def _fitting(self, unit: int) -> int:
-        """As many rows as there is room for, in whole vectors if it is more than one."""
-        return next((whole for size in (unit, _FEWEST) if (whole := self._most // size * size)), self._most)
+    def _ladder(self, unit: int) -> list[int]:
+        """For batches that take several passes: all but the last are full, and that may have any number of rows."""
+        top = next((whole for size in (unit, _FEWEST) if (whole := self._most // size * size)), self._most)
+        step = max(_FEWEST, unit, -(-top // (_RUNGS * unit)) * unit)
+        return list(range(top, 0, -step))[::-1]
 
 
 def rows_agree(numbers: Callable[[Any], Iterable[Tensor]], probe: Any, sizes: Sequence[int]) -> bool:

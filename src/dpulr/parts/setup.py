@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -119,8 +120,9 @@ def reason_against(mechanism: Mechanism, forward: Forward, plan: Plan, *, memory
 def agree(ranks: Alone, membership: Membership | None, settings: Mapping[str, Any], **known: Any) -> None:
     """All ranks have the same model and the same settings, or nothing begins."""
     if ranks.size > 1:
-        owners = None if membership is None else digest_of([torch.from_numpy(membership.owners)])
-        ranks.agree(facts(ranks=ranks, settings={**settings, "unit (who has which records)": owners}, **known))
+        key = ranks.shared(lambda: secrets.token_bytes(32))  # without it, which nobody keeps, a hash in a refusal tells nothing
+        owners = None if membership is None else digest_of([torch.from_numpy(membership.owners)], key)
+        ranks.agree(facts(ranks=ranks, settings={**settings, "unit (who has which records)": owners}, key=key, **known))
 
 
 def share(fitted: FittedMechanism[Any], request: Request, ranks: Alone) -> None:
