@@ -365,6 +365,11 @@ class PrivacyEngine:
         return self._account.run
 
     @property
+    def reasons(self) -> list[str]:
+        """Why nothing of this run is certified any more, if so."""
+        return list(self._account.reasons)
+
+    @property
     def guarantee(self) -> Guarantee:
         """What the epsilon of this run is worth, all of its ledger and the step to come included."""
         return self._account.guarantee(self.steps_taken)
