@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import dpulr
+from dpulr.accounting.events import GaussianRelease
 from dpulr.audit.games import linear_loss
-from dpulr.errors import Interrupted
+from dpulr.errors import Interrupted, ModelRefused
 from dpulr.model.people import People
+from dpulr.private_scores import HeldOut
 from tests.privacy.test_people import PlaceDirections
 from tests.support.core import CPU, LOSS, engine, mlp, points, train
 from tests.support.replaying import Replay
@@ -178,3 +180,36 @@ def test_records_of_a_person_that_nearly_cancel_are_added_in_float64() -> None:
     both = summed(np.arange(len(x)))
     for own in (0, people // 2, people - 1):
         assert 0.9 < float((both - summed(np.flatnonzero(owners != own))).norm()) / bound <= 0.99601
+
+
+# --- counts and sums over all records -------------------------------------------------------------------------------------------
+class NearlyEqual(nn.Module):
+    """Two outputs that differ by rounding alone: torch computes the last numbers of a sigmoid in another way than those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.layer(x)
+        return torch.cat([torch.sigmoid(own), torch.sigmoid(torch.cat([own, torch.zeros(len(x), 63)], dim=1))[:, :1]], dim=1)
+
+
+def equal_records(count: int) -> TensorDataset:
+    x = torch.randn(4_000, 2, generator=torch.Generator().manual_seed(1))[10:11]
+    return TensorDataset(x.repeat(count, 1), torch.zeros(count).long())
+
+
+def test_one_record_more_leaves_the_answers_of_the_others() -> None:
+    """Of 31 equal held-out records none was right, and of 32 all were: one moved the count by 32."""
+    few, many = (HeldOut(NearlyEqual(), equal_records(count)).right_answers() for count in (31, 32))
+    assert many - few in (0, 1)
+
+
+def test_vectors_that_depend_on_others_are_refused() -> None:
+    """Their sum was released, and called certified."""
+    private = engine(mlp(), points(), steps=1)
+    with pytest.raises(ModelRefused, match="mixes records"):
+        private.release_sum(lambda batch: batch[0][:, :1] - batch[0].mean(), bound=1.0, release=GaussianRelease(1.0, numbers=1))
+    assert private.ledger.steps == 0
