@@ -29,7 +29,8 @@ from dpulr.errors import InvalidArgument, StepError
 from dpulr.mechanisms import Mechanism, by_name
 from dpulr.mechanisms.base import WITH_MARGIN, noised
 from dpulr.membership import Unit
-from dpulr.model.forward import sum_of_vectors
+from dpulr.model.black_box import stand_ins
+from dpulr.model.each_record import EachRecord, OfRecords, sum_of_vectors
 from dpulr.model.losses import LossFunction
 from dpulr.model.opaque import uncompiled
 from dpulr.model.prepare import prepare
@@ -280,20 +281,23 @@ class PrivacyEngine:
     def release_sum(self, vectors: Callable[[Batch], Tensor], *, bound: float, release: GaussianRelease) -> Tensor:
         """The sum over all records of vectors of length at most `bound`, with noise of `release`: public from then on.
 
-        It is charged before a record is read. A record whose vector can't be computed, or is not finite, adds nothing.
+        It is charged before a record is read. A record whose vector can't be computed, or is not finite, adds nothing. Refused are
+        vectors that depend on other records.
         """
         if self.ranks.size > 1 or self._drawing.waiting:
             raise StepError("a sum over all records is released by one process, after the last step.")
         if self.plan.unit == "person":
             raise InvalidArgument("a sum over all records protects records, and a person may have several: leave out unit=.")
         self._watch.check()
+        records, device, example = self.records.size, self.forward.device, self.records.example
+        with trying(self.forward), stand_ins(self.model):
+            each = EachRecord(OfRecords(self.forward.model, vectors), (example, example[1]), device)
         self._account.charge_all_records(release)
-        records, device = self.records.size, self.forward.device
         total = torch.zeros(release.numbers, dtype=torch.float64, device=device)
         for start in range(0, records, _READ_AT_ONCE):
             batch = self._drawing.read(start, min(start + _READ_AT_ONCE, records))
             with computing(self.forward, self._source):
-                total += sum_of_vectors(self.forward, vectors, batch, WITH_MARGIN * bound, release.numbers)
+                total += sum_of_vectors(each, batch, WITH_MARGIN * bound, release.numbers)
         return noised(total, self._source.noise(release.numbers).draw().to(device), release.noise_multiplier * bound)
 
     @cached_property
@@ -365,6 +369,11 @@ class PrivacyEngine:
     def run(self) -> str:
         """The name of the run, by which a stored state of it is known again."""
         return self._account.run
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why nothing of this run is certified any more, if so."""
+        return list(self._account.reasons)
 
     @property
     def guarantee(self) -> Guarantee:

@@ -54,5 +54,21 @@ class RankLost(RunError):
     """A process of a run on several died, hangs or does something else. The message names it."""
 
 
+ENDING = (KeyboardInterrupt, SystemExit, GeneratorExit, Interrupted)
+"""What ends the program, or is meant to: it passes through whatever is done with a single record."""
+
+
+class _Forgiven:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, problem: object, trace: object) -> bool:
+        return kind is not None and not issubclass(kind, ENDING)
+
+
+forgiven = _Forgiven()
+"""`with forgiven:` whatever a user's code raises for a record is forgotten: panics of Rust, too, which are no `Exception`."""
+
+
 class Advice(UserWarning):
     """Not an error: a sentence about the model and the mechanism, said once per process. Filter this category to silence it."""

@@ -29,13 +29,10 @@ from dpulr import validate
 from dpulr.data.views import ArrayDataset
 from dpulr.errors import DataError, InvalidArgument, ModelRefused
 from dpulr.files import replace_json
-from dpulr.model.batches import call_on_copy, count, rows, synthetic
 from dpulr.model.black_box import stand_ins
-from dpulr.model.frozen_prefix import cut, row_sums
+from dpulr.model.each_record import EachRecord, row_sums
+from dpulr.model.frozen_prefix import cut
 from dpulr.model.opaque import uncompiled, without_compiling
-from dpulr.model.rescue import of_each
-from dpulr.model.row_independence import check_rows
-from dpulr.model.row_sizes import rows_agree
 from dpulr.model.scratch import equal_bits
 from dpulr.model.value_reads import observe
 from dpulr.parts.computing import exact_arithmetic
@@ -43,9 +40,6 @@ from dpulr.randomness import RandomSource
 from dpulr.records import Records
 from dpulr.schema import Leaf
 
-_AT_ONCE = (64, 32, 16)
-_ROOM = 2**30
-"""What all operations of a pass may return together; most of it is gone when the next begins."""
 _READ_AT_ONCE, _LOOKED_AT, _READINGS = 128, 8, 3
 _ABOUT = "about.json"
 
@@ -81,7 +75,7 @@ class Kept:
             self._prefix, self.model = cut(model, records.example, self._device)
             with exact_arithmetic(self._device):
                 self._try(records.example)
-        if self._size == 1:
+        if self._each.size == 1:
             warnings.warn(
                 "computing the frozen layers record by record, which is slow, because no number of rows was found with which they "
                 "give a record the same last bits wherever its row stands (docs/pitfalls.md)",
@@ -105,37 +99,13 @@ class Kept:
                     "the frozen layers draw random numbers (dropout in training mode, say), so that they can't be computed once: "
                     "call model.eval() before."
                 )
-            check = (self._prefix, row_sums, example, self._device)
-            self._scratch = check_rows(*check, seen=seen, largest=_AT_ONCE[0], trained=False)
+            self._each = EachRecord(self._prefix, example, self._device, seen)
             self._modes = [module.training for module in self._prefix.modules()]
-            self._nobody = synthetic(example, 1, torch.Generator().manual_seed(0), self._device)
-            sizes = [size for size in _AT_ONCE if size * seen.bytes <= _ROOM] if seen.reads is None else []
-            self._size = next((size for size in sizes if rows_agree(self._run, self._nobody, [size])), 1)
             with torch.inference_mode():
-                self._columns = [(column.dtype, tuple(column.shape[1:])) for column in self._run(self._nobody)]
+                columns = self._each.outputs(self._each.nobody)
+                self._columns = [(column.dtype, tuple(column.shape[1:])) for column in columns]
 
     # --- per record -------------------------------------------------------------------------------------------------------
-    def _run(self, batch: tuple[Any, Any]) -> list[Tensor]:
-        with self._scratch.fresh():
-            return list(call_on_copy(self._prefix, batch[0]))
-
-    def _packed(self, batch: tuple[Any, Any]) -> Tensor:
-        """(records, bytes): all that is kept of each record."""
-        return torch.cat([_bytes(column) for column in self._run(batch)], dim=1)
-
-    def _alive(self) -> None:
-        """A black box that is down raises on synthetic records, too: that may be seen."""
-        self._packed(self._nobody)
-
-    def _rows(self, batch: tuple[Any, Any], missing: Tensor) -> Tensor:
-        """The same, in passes of one size; `missing` of a record whose pass raises."""
-        parts = [missing[:0]]
-        for start in range(0, count(batch), self._size):
-            part = rows(batch, start, start + self._size)
-            nan, alone = missing.repeat(count(part), 1), self._size == 1
-            parts.append(of_each(self._packed, part, self._nobody, nan, alone=alone, alive=self._alive, size=lambda _: self._size))
-        return torch.cat(parts)
-
     def _fill(self, columns: list[np.ndarray], places: np.ndarray, batch: tuple[Any, Any]) -> None:
         nan = [torch.full((1, *shape), math.nan if dtype.is_floating_point else 0, dtype=dtype) for dtype, shape in self._columns]
         sizes = [_bytes(column).shape[1] for column in nan]
@@ -145,7 +115,7 @@ class Kept:
             stack.enter_context(without_compiling(self._prefix))
             stack.enter_context(exact_arithmetic(self._device))
             stack.enter_context(self._source.model_randomness(self._device))
-            found = self._rows(batch, missing).cpu()
+            found = self._each.rows(_packed, batch, missing).cpu()
         for column, own, (dtype, shape) in zip(columns, torch.split(found, sizes, dim=1), self._columns, strict=True):
             column[places] = own.contiguous().view(dtype).view(-1, *shape).numpy()
 
@@ -251,6 +221,11 @@ def _states() -> tuple[bytes, str, int]:
 
 def _leaves(tree: Any, kind: type[Any]) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kind)) if isinstance(leaf, kind)]
+
+
+def _packed(columns: tuple[Tensor, ...]) -> Tensor:
+    """(records, bytes): all that is kept of each record."""
+    return torch.cat([_bytes(column) for column in columns], dim=1)
 
 
 def _bytes(column: Tensor) -> Tensor:

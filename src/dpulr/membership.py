@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from dpulr.data.views import Columns
-from dpulr.errors import DataError
+from dpulr.errors import DataError, forgiven
 
 Unit = Any
 """A column's name, a function of a record, or a label for each record (a list, an array, a tensor)."""
@@ -67,10 +67,10 @@ def labels_of(dataset: Any, unit: Unit) -> Iterator[Any]:
 
 def _each(label: Callable[[int], Any], size: int) -> Iterator[Any]:
     for row in range(size):
-        try:
-            yield label(row)
-        except Exception:  # its text may name the record
-            yield None
+        found = None
+        with forgiven:  # what is raised may name the record
+            found = label(row)
+        yield found
 
 
 def _column(dataset: Any, name: str) -> Callable[[int], Any]:
@@ -104,11 +104,10 @@ def _column(dataset: Any, name: str) -> Callable[[int], Any]:
 
 def _number(label: Any, numbers: dict[Hashable, int]) -> int:
     """The number of a person, new ones counted up; -1 where a label is missing."""
-    try:
+    with forgiven:
         own = label.item() if hasattr(label, "item") else label
         own = own.as_py() if hasattr(own, "as_py") else own
         if own is None or bool(own != own) or (isinstance(own, str | bytes) and not own.strip()):  # NaN is not itself
             return -1
         return numbers.setdefault(own, len(numbers))
-    except Exception:
-        return -1
+    return -1

@@ -15,7 +15,6 @@ import secrets
 import warnings
 from contextlib import nullcontext
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,11 @@ from torch.utils.data import Dataset
 
 from dpulr import validate
 from dpulr.errors import InvalidArgument
-from dpulr.model.batches import call_model, call_on_copy, count, described, synthetic
+from dpulr.model.batches import call_model, described, synthetic
 from dpulr.model.black_box import stand_ins
+from dpulr.model.each_record import EachRecord
 from dpulr.model.opaque import uncompiled, without_compiling
-from dpulr.model.rescue import of_each
-from dpulr.model.row_independence import check_rows
-from dpulr.model.value_reads import observe
+from dpulr.parts.computing import exact_arithmetic
 from dpulr.randomness import RandomSource
 from dpulr.records import Records
 from dpulr.scores import device_of, evaluating
@@ -45,8 +43,7 @@ class HeldOut:
         model = uncompiled(model)
         self._model, self._records, self._batch_size = model, Records(dataset, device_of(model)), batch_size
         self._device, self._source = self._records.device, RandomSource()
-        self._nobody = synthetic(self._records.example, 1, torch.Generator().manual_seed(0), self._device)
-        inputs, targets = self._nobody
+        inputs, targets = synthetic(self._records.example, 1, torch.Generator().manual_seed(0), self._device)
         with evaluating(model), torch.inference_mode():
             outputs = call_model(model, inputs)
         fits = isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1
@@ -55,11 +52,14 @@ class HeldOut:
                 "an accuracy needs one output per class, of shape (records, classes), and one label per record, a whole number; "
                 f"the model gives {described(outputs)} for targets that are {described(targets)}."
             )
-        with evaluating(model), warnings.catch_warnings(action="ignore"), without_compiling(model), stand_ins(model):
-            seen = observe(model, _sums, self._records.example, self._device)
-            self._alone = seen.reads is not None
-            try_on = partial(check_rows, model, _sums, self._records.example, self._device)
-            self._scratch = try_on(seen=seen, largest=batch_size, trained=False)
+        with (
+            evaluating(model),
+            warnings.catch_warnings(action="ignore"),
+            without_compiling(model),
+            stand_ins(model),
+            exact_arithmetic(self._device),
+        ):
+            self._each = EachRecord(model, self._records.example, self._device)
 
     def noisy_accuracy(self, epsilon: float) -> float:
         """0 to 1. Noise may lead outside; what lies outside is moved to the end."""
@@ -70,7 +70,7 @@ class HeldOut:
     def right_answers(self) -> int:
         """A record that can't be read, or whose pass raises, is a wrong answer, without a word."""
         right = 0
-        with evaluating(self._model), torch.inference_mode(), warnings.catch_warnings(action="ignore"):
+        with evaluating(self._model), exact_arithmetic(self._device), warnings.catch_warnings(action="ignore"):
             for start in range(0, self._records.size, self._batch_size):
                 rows = np.arange(start, min(start + self._batch_size, self._records.size))
                 with self._source.reading_randomness() if self._records.runs_user_code else nullcontext():
@@ -80,24 +80,13 @@ class HeldOut:
         return right
 
     def _right(self, batch: Any) -> int:
-        wrong = torch.full((count(batch),), -1, device=self._device)
-        found = of_each(self._answers, batch, self._nobody, wrong, alone=self._alone, alive=self._check_alive)
+        found = self._each.rows(_answers, batch, torch.full((1,), -1, device=self._device))
         return int(((found == batch[1]) & (found >= 0)).sum())
 
-    def _check_alive(self) -> None:
-        """A black box that is down raises on synthetic records, too: that may be seen, and is no wrong answer."""
-        self._answers(self._nobody)
 
-    def _answers(self, batch: Any) -> Tensor:
-        """The class of each record; -1 where outputs are not finite."""
-        with self._scratch.fresh():
-            outputs = call_on_copy(self._model, batch[0])
-        return torch.where(torch.isfinite(outputs).all(1), outputs.argmax(1), -1)
-
-
-def _sums(outputs: Tensor, targets: Any) -> Tensor:
-    """A number of each record's own, of all of its outputs."""
-    return outputs.sum(1)
+def _answers(outputs: Tensor) -> Tensor:
+    """The class of each record; -1 where outputs are not finite."""
+    return torch.where(torch.isfinite(outputs).all(1), outputs.argmax(1), -1)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpulr.errors import forgiven
 from dpulr.schema import Leaf, Schema
 
 _THREADS, _WORTH_THREADS, _ITEMS_AT_ONCE, _LOOKED_AT = 4, 64, 16, 32
@@ -52,10 +53,9 @@ class Items:
     def _one_by_one(self, places: Iterable[int]) -> Iterator[Any]:
         dataset = self.dataset
         for place in places:
-            try:
+            record = _UNREAD
+            with forgiven:
                 record = dataset[place]
-            except Exception:
-                record = _UNREAD
             yield record
 
 
@@ -66,14 +66,12 @@ def _fitted(records: Iterable[Any], schema: Schema) -> tuple[list[Tensor], np.nd
     for i, record in enumerate(records):
         if record is _UNREAD:
             continue
-        try:
+        with forgiven:
             values = zip(schema.leaves, schema.fitted(record), strict=True)
             fitted = [torch.empty(leaf.shape, dtype=leaf.dtype).copy_(value.detach()) for leaf, value in values]
-        except Exception:
-            continue
-        kept.append(i)
-        for column, value in zip(columns, fitted, strict=True):
-            column.append(value)
+            kept.append(i)
+            for column, value in zip(columns, fitted, strict=True):
+                column.append(value)
     joined = [
         torch.stack(column) if column else torch.empty((0, *leaf.shape), dtype=leaf.dtype)
         for leaf, column in zip(schema.leaves, columns, strict=True)
@@ -90,7 +88,7 @@ def _share_memory(records: list[Any]) -> bool:
     seen: set[int] = set()
     for record in records[:_LOOKED_AT]:
         own: set[int] = set()
-        with suppress(Exception):
+        with forgiven:
             own.update(_addresses(record))
         if not seen.isdisjoint(own):
             return True
@@ -113,15 +111,16 @@ def _addresses(value: Any) -> Iterator[int]:
 
 # The short way, for records of which none is odd. It raises where one is, and so changes no value.
 def _joined_or_fitted(records: list[Any], schema: Schema) -> tuple[list[Tensor], np.ndarray]:
-    with suppress(Exception):
+    with forgiven:
         return _joined(records, schema), np.arange(len(records))
     columns: list[list[Tensor]] = [[torch.empty((0, *leaf.shape), dtype=leaf.dtype)] for leaf in schema.leaves]
     kept = []
     for start in range(0, len(records), _ITEMS_AT_ONCE):  # few are odd, and most parts have none
         part = records[start : start + _ITEMS_AT_ONCE]
-        try:
+        own = None
+        with forgiven:
             own, found = _joined(part, schema), np.arange(len(part))
-        except Exception:
+        if own is None:
             own, found = _fitted(part, schema)
         kept.append(start + found)
         for column, values in zip(columns, own, strict=True):

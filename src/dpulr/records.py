@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from dpulr import validate
 from dpulr.data.views import ArrayDataset
-from dpulr.errors import DataError
+from dpulr.errors import ENDING, DataError, forgiven
 from dpulr.read_ahead import Workers
 from dpulr.read_items import Items
 from dpulr.read_rows import Rows
@@ -127,7 +127,9 @@ class Records:
         name = type(self.dataset).__name__
         try:
             record = self.fetch(0)
-        except Exception as problem:  # its text may name the record
+        except ENDING:
+            raise
+        except BaseException as problem:  # its text may name the record
             hint = " Of a table, take arrays: dpulr.data.ArrayDataset." if hasattr(self.dataset, "iloc") else ""
             raise DataError(
                 f"the first record of the data set ({name}) can't be read ({type(problem).__name__}), so it can't say what records "
@@ -157,17 +159,14 @@ def _behind_subsets(dataset: Any) -> tuple[Any, list[Subset[Any]]]:
 def _places(indices: Sequence[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The places that a subset's rows stand for, and which rows have one."""
     asked = rows.tolist()
-    try:
+    with forgiven:
         return np.array([operator.index(indices[row]) for row in asked], dtype=np.int64), np.arange(len(rows))
-    except Exception:
-        places, found = [], []
-        for i, row in enumerate(asked):
-            try:
-                places.append(np.int64(operator.index(indices[row])))
-            except Exception:
-                continue
+    places, found = [], []
+    for i, row in enumerate(asked):
+        with forgiven:
+            places.append(np.int64(operator.index(indices[row])))
             found.append(i)
-        return np.array(places, dtype=np.int64), np.array(found, dtype=np.int64)
+    return np.array(places, dtype=np.int64), np.array(found, dtype=np.int64)
 
 
 # --- between processes ----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def fit_temperature(engine: PrivacyEngine, *, target_epsilon: float) -> float:
     release = _affordable(engine, target_epsilon)
     bound = _LONGEST * math.sqrt(len(TEMPERATURES))
     slopes = engine.release_sum(
-        lambda batch: slopes_of(call_on_copy(engine.model, batch[0]), batch[1]), bound=bound, release=release
+        lambda batch: slopes_of(call_on_copy(engine.forward.model, batch[0]), batch[1]), bound=bound, release=release
     )
     return lowest(slopes)
 

@@ -53,6 +53,12 @@ def test_the_statement_gives_both():
     assert acc.privacy_spent([], 1e-5).pure_epsilon in (None, 0.0)
 
 
+def test_pure_epsilon_holds_the_noisy_evaluations_too():
+    alone, spent = (acc.privacy_spent(charges(2.0, 0.01, 100), 1e-5, evaluation_epsilon=own) for own in (0.0, 5.0))
+    assert spent.pure_epsilon == pytest.approx(alone.pure_epsilon + 5)
+    assert f"pure, with delta = 0: epsilon = {5.647}" in str(spent)
+
+
 @pytest.mark.parametrize("scale", [1, 5, 40])
 def test_the_pair_is_that_of_whole_numbers(scale):
     shift = 13

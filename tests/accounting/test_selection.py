@@ -151,6 +151,15 @@ def test_scores_cost_their_records_no_more_than_training_costs_the_others() -> N
     assert cost.total == max(cost.training, cost.scoring)
 
 
+@pytest.mark.parametrize("eta", [0.0, 1.0, 10.0, 30.0])
+def test_half_of_all_searches_are_longer_than_the_median(eta: float) -> None:
+    """With a large eta the first masses are tiny, and so are the last."""
+    runs = RandomRuns.about(1_000, eta)
+    middle, probabilities = runs.quantile(0.5), runs.probabilities()
+    below = math.fsum(next(probabilities) for _ in range(middle))
+    assert below - 0.1 < 0.5 <= below
+
+
 @pytest.mark.parametrize("mean", [1, 0, -3, math.nan, math.inf])
 def test_odd_numbers_of_runs_are_refused(mean: float) -> None:
     with pytest.raises(InvalidArgument, match="runs is"):

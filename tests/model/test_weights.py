@@ -84,11 +84,20 @@ def test_a_record_whose_weight_raises_counts_nothing_and_the_others_do() -> None
         (lambda targets: targets / targets.double().mean().clamp(min=0.1), "a record's own target alone"),
         (lambda targets: torch.ones(len(targets)) * (len(targets) < 300), "a record's own target alone"),
         (lambda targets: torch.ones(()), "one number per record"),
+        (lambda targets: torch.where(targets.max() > 2, 0.0, 1.0).expand(len(targets)), "a record's own target alone"),
     ],
 )
 def test_functions_that_are_no_weights_are_refused(weights: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         private(dpulr.HiddenDirection(), weights)
+
+
+def test_a_branch_on_a_target_is_each_record_s_own() -> None:
+    """One record of label 5 took the weight of all others: their sum moved by its whole length."""
+    weights = RecordWeights(
+        lambda targets: torch.full((len(targets),), float(targets.max() < 5)), torch.tensor([0, 1]), torch.float32
+    )
+    assert weights(torch.tensor([0, 1, 5, 2])).tolist() == [1, 1, 0, 1]
 
 
 @pytest.mark.parametrize("weights", [[1], [0, 0], [1, -1], [1, math.inf]])

@@ -28,7 +28,7 @@ from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms import base
 from dpulr.model import layers
 from dpulr.model.batches import call_on_copy
-from dpulr.model.forward import sum_of_vectors
+from dpulr.model.each_record import EachRecord, OfRecords, sum_of_vectors
 from dpulr.model.layers.affine import LinearRule
 from dpulr.model.passes import Move
 from dpulr.model.prepare import prepare
@@ -702,15 +702,15 @@ def test_what_fails_only_beside_others_leaves_their_bits(place: int) -> None:
 def test_a_record_that_raises_leaves_what_others_add_to_a_sum_of_vectors() -> None:
     """A temperature is fitted by such a sum."""
     model, x, y = flat_records(200)
-    forward = prepare(model, LOSS, (x[:1], y[:1]), torch.device("cpu"))
 
     def vectors(batch: Any) -> Tensor:
         outputs = call_on_copy(model, batch[0])
         return outputs.double().gather(1, batch[1].unsqueeze(1)).frac()
 
     with torch.inference_mode():
-        alone = sum_of_vectors(forward, vectors, (x, y), 1.0, 1)
-        joined = sum_of_vectors(forward, vectors, (torch.cat([x, x[:1]]), torch.cat([y, torch.tensor([7])])), 1.0, 1)
+        each = EachRecord(OfRecords(model, vectors), ((x[:1], y[:1]), y[:1]), torch.device("cpu"))
+        alone = sum_of_vectors(each, (x, y), 1.0, 1)
+        joined = sum_of_vectors(each, (torch.cat([x, x[:1]]), torch.cat([y, torch.tensor([7])])), 1.0, 1)
     assert torch.equal(alone, joined)
 
 

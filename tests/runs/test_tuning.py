@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,10 +13,13 @@ import dpulr
 from dpulr import accounting
 from dpulr.errors import BudgetError, PrivacyRefusal, RunError, UsageError
 from dpulr.files import read_json, replace_json
+from dpulr.mechanisms import known
 from dpulr.runs import tuning
 from dpulr.runs.folder import SEARCH
 from dpulr.runs.settings import Settings
 from dpulr.runs.space import Search, plan_search
+from dpulr.runs.training import Training
+from reproduction import planted_bugs
 
 SMALL: dict[str, Any] = {
     "dataset": "tests.runs.test_tuning:data",
@@ -200,6 +204,37 @@ def test_budgets_that_are_too_small_are_refused() -> None:
         plan_search(searched(target_epsilon=1e-4, target_delta=1e-9))
     with pytest.raises(BudgetError, match="above the budget of 4"):
         plan_search(searched(noise_multiplier=0.8))
+    with pytest.raises(BudgetError, match="infinite"):
+        plan_search(replace(searched(noise_multiplier=0.01, target_epsilon=None), score_on="test"))
+
+
+@dataclass(frozen=True)
+class Unclipped(planted_bugs.Unclipped):
+    """From outside: it claims what it does not do."""
+
+    name: ClassVar[str] = "unclipped"
+
+
+def test_a_mechanism_whose_bound_could_not_be_shown_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine with it has no guarantee; a search would have been called certified."""
+    monkeypatch.setitem(known._REGISTERED, Unclipped.name, Unclipped)
+    with pytest.warns(UserWarning, match="no guarantee any more"), pytest.raises(PrivacyRefusal, match="could not be shown"):
+        plan_search(searched(mechanism="unclipped", repeats=2))
+
+
+def test_a_run_that_loses_its_guarantee_ends_the_search(tmp_path: Path, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own code may do what it likes between two steps."""
+    tuning.begin(plan.search, tmp_path / "search")
+    steps = Training.steps
+
+    def changing(training: Training) -> Any:
+        for batch in steps(training):
+            next(training.model.parameters()).data.add_(1)
+            yield batch
+
+    monkeypatch.setattr(Training, "steps", changing)
+    with pytest.warns(UserWarning, match="no guarantee any more"), pytest.raises(PrivacyRefusal, match="lost its guarantee"):
+        tuning.one_run(str(tmp_path / "search"), 0)
 
 
 def test_tune_counts_what_accounting_counts(plan: Any) -> None:

@@ -97,7 +97,7 @@ def privacy_spent(
         public_size=public_size,
         schema=schema,
         unit=next(iter(units_of(sampled)), "record"),
-        pure_epsilon=pure if value is not None and math.isfinite(pure := pure_epsilon(joined)) else None,
+        pure_epsilon=pure if value is not None and math.isfinite(pure := pure_epsilon(joined) + evaluation_epsilon) else None,
         evaluation_epsilon=evaluation_epsilon,
     )
 

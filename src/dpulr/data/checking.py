@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpulr.errors import DataError
+from dpulr.errors import ENDING, DataError, forgiven
 from dpulr.membership import Membership, Unit
 from dpulr.model.batches import call_model
 from dpulr.records import Records
@@ -97,11 +97,11 @@ def open_records(dataset: Any, schema: Any = None) -> Records:
         if schema is not None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise
         for row in range(1, len(dataset)):
-            try:
+            own = None
+            with forgiven:
                 own = Schema.of(dataset[row])
-            except Exception:
-                continue
-            return Records(dataset, torch.device("cpu"), schema=own)
+            if own is not None:
+                return Records(dataset, torch.device("cpu"), schema=own)
         raise
 
 
@@ -124,7 +124,9 @@ def problem(records: Records, row: int) -> tuple[str, str]:
             records.schema.fitted(record)
         except Misfit as misfit:
             return misfit.kind, str(misfit)
-        except Exception as problem:
+        except ENDING:
+            raise
+        except BaseException as problem:
             return "unreadable", f"{type(problem).__name__}: {problem}".rstrip(": ")
     return "unreadable", "now it can be read"
 

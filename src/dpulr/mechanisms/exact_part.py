@@ -51,7 +51,7 @@ class ExactPart:
         self._clean.silence(scales)
         finite = self._finite_norms_suffice and math.isfinite((self.norms.sum() + scales.sum()).item())
         for one in zip(places, self.sites, self.calls, self.signals, scales.expand_as(self.norms), strict=True):
-            yield Signal(*one, finite=finite)
+            yield Signal(*one, finite=finite, exact=self._clean.people is not None)
 
 
 def signals_of(site: Site, calls: Sequence[Call], slopes: Sequence[Tensor]) -> list[Tensor]:

@@ -101,7 +101,7 @@ class FittedGaussian(SitewiseMechanism):
         signals, norms = [signal for signal, _ in own], torch.stack([norm for _, norm in own])
         scales = self.forward.weighed(self.clip_factors(norms), clean.targets)
         for i, (call, signal, scale) in enumerate(zip(clean.calls, signals, scales, strict=True)):
-            yield Signal(i, self.sites[i], [call], [signal], scale)
+            yield Signal(i, self.sites[i], [call], [signal], scale, exact=clean.people is not None)
 
     def estimate(self, clean: Clean, index: int, basis: Tensor | None, directions: Directions) -> Tensor:
         """(records, dim): the estimated gradient of each record's loss with respect to the site's coordinates."""

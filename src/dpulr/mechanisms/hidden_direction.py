@@ -263,7 +263,8 @@ class FittedHiddenDirection(SitewiseMechanism):
         index = len(self.sites) - 1
         site, call = self.sites[index], clean.calls[self.forward.uses[index][0]]
         signal, norms = per_unit(site, call, self.slopes(clean, index, public[index]), clean.people)
-        yield Signal(index, site, [call], [signal], self._exact_factors(norms, clean, below))
+        factors = self._exact_factors(norms, clean, below)
+        yield Signal(index, site, [call], [signal], factors, exact=clean.people is not None)
 
     def _exact_part(self, clean: Clean) -> ExactPart:
         places = self.layout.backward_to
@@ -290,7 +291,7 @@ class FittedHiddenDirection(SitewiseMechanism):
         own = [groups[g] for together, _ in self._passes(clean.records) for g in together]
         for group, estimate in zip(own, estimates, strict=True):
             for i, signal in zip(group, shares(self.sites, group, estimate), strict=True):
-                yield Signal(i, self.sites[i], [calls[i]], [signal], scales[i], finite=finite)
+                yield Signal(i, self.sites[i], [calls[i]], [signal], scales[i], finite=finite, exact=clean.people is not None)
 
     def _gains(self, calls: Sequence[Call], people: People | None) -> Tensor:
         """(hidden sites, records); a person's records have one, of all of them together."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpulr import validate
-from dpulr.errors import BlackBoxError, BlackBoxTimeout, InvalidArgument
+from dpulr.errors import ENDING, BlackBoxError, BlackBoxTimeout, InvalidArgument
 
 _ARRAYS = {
     "tensor(float)": np.float32,
@@ -201,6 +201,8 @@ class BlackBox(nn.Module):
         for attempt in range(self.retries + 1):
             try:
                 return self._limited(rows)
+            except ENDING:
+                raise
             except Exception as problem:
                 last = attempt == self.retries
                 if last and isinstance(problem, BlackBoxTimeout):

@@ -292,14 +292,3 @@ class Forward:
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, site by site."""
         return [parameter for site in self.sites for parameter in site.parameters.values()]
-
-
-def sum_of_vectors(forward: Forward, vectors: Callable[[Any], Tensor], batch: tuple[Any, Any], longest: float, size: int) -> Tensor:
-    """The sum over records of vectors (records, size), each shortened to `longest`; 0 where that raises, or gives no number."""
-    zeros = torch.zeros(count(batch[1]), size, dtype=torch.float64, device=forward.device)
-    alone, alive = forward.recordwise, partial(forward.check_alive, [0])
-    found = of_each(vectors, batch, row(forward.probe, 0), zeros, alone=alone, alive=alive).double()
-    found = torch.where(torch.isfinite(found).all(1, keepdim=True), found, 0)
-    lengths = torch.linalg.vector_norm(found, dim=1, keepdim=True)
-    total: Tensor = (found * (longest / lengths.clamp_min(longest))).sum(0)
-    return total

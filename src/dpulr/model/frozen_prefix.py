@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dpulr.errors import ModelRefused
 from dpulr.model.batches import call_on_copy
+from dpulr.model.each_record import row_sums
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.fastest_way import exported_if_better
 from dpulr.model.graph import Untraceable, trace
@@ -57,12 +58,6 @@ def cut(model: nn.Module, example: tuple[Any, Any], device: torch.device) -> Cut
     except Untraceable as problem:
         raise ModelRefused(f"its frozen layers can't be told from the others: {problem}.") from problem
     return parts
-
-
-def row_sums(outputs: Any, targets: Any) -> Tensor:
-    """A number of each record's own, of all that was computed for it."""
-    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return torch.stack([leaf.flatten(1).double().sum(1) if leaf.dim() > 1 else leaf.double() for leaf in leaves]).sum(0)
 
 
 def _verify(model: nn.Module, parts: Cut, probe: Probe, *, draws: bool) -> None:

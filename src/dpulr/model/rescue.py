@@ -9,12 +9,12 @@ reason a pass of a few records is filled up with synthetic ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dpulr.errors import forgiven
 from dpulr.model import batches
 
 Value = TypeVar("Value")
@@ -31,7 +31,7 @@ def not_too_few(records: int) -> int:
 
 def together_or_apart(together: Callable[[], Value], apart: Callable[[], Value], alive: Callable[[], None]) -> Value:
     """`together()`; if that raises, `apart()`. `alive` raises what may be seen: an error that says nothing about any record."""
-    with suppress(Exception):  # whatever a black box may raise: it is forgotten, so that no later error shows it as its context
+    with forgiven:  # so that no later error shows it as its context
         return together()
     alive()
     return apart()
@@ -41,7 +41,7 @@ def without_raising(rows: Iterable[Row], alone: Callable[[Row], object], togethe
     """`together(raised)`, given the rows that raise where they are tried alone; None if that raises, too."""
     every = list(rows)
     survived = set(each_alone(every, alone))
-    with suppress(Exception):
+    with forgiven:
         return together([row for row in every if row not in survived])
     return None
 
@@ -50,7 +50,7 @@ def each_alone(rows: Iterable[Row], evaluate: Callable[[Row], object]) -> list[R
     """Evaluate one row at a time; return the rows that did not raise."""
     survived = []
     for row in rows:
-        with suppress(Exception):
+        with forgiven:
             evaluate(row)
             survived.append(row)
     return survived

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpulr.errors import ModelRefused
+from dpulr.errors import ENDING, ModelRefused
 from dpulr.model.batches import choose, join, synthetic
 from dpulr.model.compared_runs import KEEPS_STATE, Run, outputs_of, refuse_difference, same
 from dpulr.model.losses import LossFunction
@@ -137,9 +137,9 @@ class _Check:
         """None if the run raises: a black box may refuse values out of its range, or that other weights give it, or sizes."""
         try:
             return self.run(batch, kept, fresh=fresh)
-        except ModelRefused:
+        except (ModelRefused, *ENDING):
             raise
-        except Exception:
+        except BaseException:
             return None
 
     def refuse_state(self, first: Run) -> list[Place]:

@@ -98,11 +98,14 @@ class SharedSite(Site):
         return flat_norm(torch.cat([gradient.flatten(1) for gradient in total.values()], dim=1))
 
     def add_joint(self, calls: Sequence[Call], signals: Sequence[Tensor], scale: Tensor, part: Tensor) -> None:
-        """Add the sum over records and uses of scale_i times the gradient. A record of which one use is not finite adds nothing."""
+        """Add the sum over records and uses of scale_i times the gradient. A record of which one use is not finite adds nothing.
+
+        In float64: what a record adds is bounded, but its uses may be much longer, and cancel.
+        """
         views = self.rule.split(part)
         for site, call, signal, keys in zip(self.members, calls, signals, self._keys, strict=True):
             own = torch.zeros(site.size, dtype=part.dtype, device=part.device)
-            site.add(call, signal, scale, own)
+            site.add(call, signal, scale, own, exact=True)
             for name, gradient in site.rule.split(own).items():
                 views[keys[name]] += gradient
 
@@ -126,7 +129,7 @@ class SharedSite(Site):
     def gains(self, call: Call) -> Tensor:
         raise TypeError("shared parameters have no gain")
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, exact: bool = False) -> None:
         raise TypeError("shared parameters are added over all uses: add_joint")
 
 
@@ -175,8 +178,8 @@ class RepeatedSite(SharedSite):
     def gains(self, call: Call) -> Tensor:
         return self._one.gains(call)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
-        self._one.add(call, signal, scale, part, finite=finite)
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, exact: bool = False) -> None:
+        self._one.add(call, signal, scale, part, finite=finite, exact=exact)
 
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
         self._one.lift(part, basis, {name: into[key] for name, key in self._keys[0].items()})

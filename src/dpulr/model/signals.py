@@ -19,6 +19,7 @@ class Signal(NamedTuple):
 
     place   the number of the site among the parts of a release
     finite  every record's gradient is known to be finite
+    exact   added up in float64: where people are protected, whose records' terms may cancel
     """
 
     place: int
@@ -27,6 +28,7 @@ class Signal(NamedTuple):
     signals: Sequence[Tensor]
     scale: Tensor
     finite: bool = False
+    exact: bool = False
 
     def add_to(self, parts: Sequence[Tensor]) -> None:
         """Add the sum over all records to the site's part of a release."""
@@ -34,7 +36,7 @@ class Signal(NamedTuple):
         if isinstance(self.site, SharedSite) and not isinstance(self.site, RepeatedSite):
             self.site.add_joint(self.calls, self.signals, self.scale, part)
         else:
-            self.site.add(self.calls[0], self.signals[0], self.scale, part, finite=self.finite)
+            self.site.add(self.calls[0], self.signals[0], self.scale, part, finite=self.finite, exact=self.exact)
 
     def per_record(self) -> list[Tensor]:
         """All that the sum is made of, a row per record."""

@@ -140,17 +140,18 @@ class Site(ABC):
         """For each record a bound on how much longer than its signal its gradient can be."""
 
     @abstractmethod
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, exact: bool = False) -> None:
         """Add sum_i scale_i * gradient_i to the site's part of the release. A record that is not finite adds nothing.
 
         `finite` says that there is none: that saves reading the input once more. `part` is in float64. A few records at a time
-        (SUMMED_TOGETHER) are added up in the model's own precision; all is in float64 where the terms of a record may cancel.
+        (SUMMED_TOGETHER) are added up in the model's own precision; all is in float64 if that must be `exact`, or where the terms
+        of a record may cancel.
         """
 
     @staticmethod
-    def add_record_gradients(gradients: Tensor, scale: Tensor, part: Tensor) -> None:
+    def add_record_gradients(gradients: Tensor, scale: Tensor, part: Tensor, *, exact: bool = False) -> None:
         """The same for gradients (records, size) that were made already."""
-        scaled = gradients * scale.unsqueeze(1)
+        scaled = _scaled(gradients, scale, exact)
         part += scaled.masked_fill(~torch.isfinite(scaled).all(1, keepdim=True), 0).sum(0, dtype=part.dtype)
 
     @abstractmethod
@@ -208,15 +209,15 @@ class OutputSite(Site):
     def gains(self, call: Call) -> Tensor:
         return self.rule.gains(call)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
-        scaled = signal * scale.unsqueeze(1)
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, exact: bool = False) -> None:
+        scaled = _scaled(signal, scale, exact)
         if not finite:
             factor = self.rule.factor(call)
             if not math.isfinite((scaled.sum() + factor.sum()).item()):
                 good = torch.isfinite(factor.reshape(len(factor), numel(factor.shape[1:]))).all(1)
                 bad = ~(good & torch.isfinite(scaled).all(1))
                 call, scaled = call.without(bad), scaled.masked_fill(bad.unsqueeze(1), 0)
-        if self.rule.sums_positions(call):
+        if exact or self.rule.sums_positions(call):
             call, scaled = call.doubled(), scaled.double()
         if part.dtype == scaled.dtype:
             self.rule.add_gradient(call, self.shaped(scaled, call), self._views(part))
@@ -273,12 +274,17 @@ class WeightSite(Site):
     def gains(self, call: Call) -> Tensor:
         return call.output.new_ones(call.records)
 
-    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False) -> None:
-        self.add_record_gradients(signal, scale, part)
+    def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, exact: bool = False) -> None:
+        self.add_record_gradients(signal, scale, part, exact=exact)
 
     def lift(self, part: Tensor, basis: Tensor | None, into: dict[str, Tensor]) -> None:
         for name, view in self.rule.split(part if basis is None else basis @ part).items():
             into[name].copy_(view)
+
+
+def _scaled(signal: Tensor, scale: Tensor, exact: bool) -> Tensor:
+    """A long vector that cancels with others must not be rounded before it does."""
+    return signal.double() * scale.double().unsqueeze(1) if exact else signal * scale.unsqueeze(1)
 
 
 Bases = list[Tensor | None]

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpulr.errors import InvalidArgument
-from dpulr.model.batches import count, described, row, tile
+from dpulr.errors import InvalidArgument, ModelRefused
+from dpulr.model.batches import count, described, row, tensors, tile
+from dpulr.model.each_record import OfRecords, row_sums
 from dpulr.model.rescue import of_each
+from dpulr.model.row_independence import check_rows
+from dpulr.model.value_reads import observe
 
 WeightFunction = Callable[[Any], Any]
 _TIMES = (1, 5, 200, 4_000)
+_OF_THE_BATCH = "weights must depend on a record's own target alone; on synthetic targets they depend on the batch."
 
 
 def class_weights(weights: Sequence[float]) -> WeightFunction:
@@ -33,21 +37,33 @@ class RecordWeights:
     """The weight of each record, in [0, 1]. 0 where the function raises or gives no number: nothing is said about that record."""
 
     def __init__(self, function: WeightFunction, targets: Any, dtype: torch.dtype) -> None:
-        """`targets` are synthetic: the function is tried on them, together, one by one, and each of them many times."""
+        """`targets` are synthetic: the function is tried on them, together, one by one, and each of them many times; and as models are.
+
+        One that reads values, as `if targets.max() > 5` does, sees one target at a time.
+        """
         self._function, self._dtype, self._trial = function, dtype, targets
         alone = torch.cat([self._call(row(targets, i)) for i in range(count(targets))])
         if not all(
             torch.allclose(self._call(tile(targets, times)), alone.repeat(times), rtol=1e-5, atol=1e-7, equal_nan=True)
             for times in _TIMES
         ):
-            raise InvalidArgument(
-                "weights must depend on a record's own target alone; on synthetic targets they depend on the batch."
-            )
+            raise InvalidArgument(_OF_THE_BATCH)
+        self._alone = self._reads_values(row(targets, 0))
+
+    def _reads_values(self, example: Any) -> bool:
+        """Whether the function turns targets into Python numbers. It is refused if a weight depends on other targets."""
+        module, device = OfRecords(nn.Identity(), lambda pair: self._call(pair[1])), tensors(example)[0].device
+        seen = observe(module, row_sums, ((example, example), example), device)
+        try:
+            check_rows(module, row_sums, ((example, example), example), device, seen=seen, trained=False)
+        except ModelRefused:
+            raise InvalidArgument(_OF_THE_BATCH) from None
+        return seen.reads is not None
 
     def __call__(self, targets: Any) -> Tensor:
         """(records,)."""
         zeros = torch.zeros(count(targets), dtype=self._dtype)
-        found = of_each(self._call, targets, row(self._trial, 0), zeros, alone=False, alive=lambda: None)
+        found = of_each(self._call, targets, row(self._trial, 0), zeros, alone=self._alone, alive=lambda: None)
         return found.nan_to_num(0, 0, 0).clamp(0, 1)
 
     def _call(self, targets: Any) -> Tensor:

@@ -190,10 +190,10 @@ def _settled(search_: Search, train: Any) -> tuple[Settings, ...]:
 def _cost(search_: Search, charges: Iterable[Charge], delta: float) -> SearchCost:
     candidates = [[charge] for charge in charges]
     cost = selection.search_cost(candidates, search_.law, delta, None)
-    if search_.score_on == "test":
-        return cost
     if math.isinf(cost.training):
         raise BudgetError("the noise is too small: epsilon of the search is infinite at this delta.")
+    if search_.score_on == "test":
+        return cost
     score_noise = selection.score_noise_for(cost.training, search_.law, delta)
     return selection.search_cost(candidates, search_.law, delta, score_noise)
 
@@ -216,8 +216,9 @@ class _Steps:
     def _tried(settings: Settings, train: Any) -> tuple[SampledStep, Any, int]:
         engine = Training(with_noise(settings, 1.0), train, make_model(settings)).engine
         event = engine.plan.event
-        if isinstance(event, Unaccounted) or not event.certified:
-            raise PrivacyRefusal(f"a search needs runs that have a guarantee, and {settings.mechanism} has none here.")
+        if isinstance(event, Unaccounted) or not event.certified or engine.reasons:
+            why = f" ({engine.reasons[0]})" if engine.reasons else ""
+            raise PrivacyRefusal(f"a search needs runs that have a guarantee, and {settings.mechanism} has none here{why}.")
         return event, partial(engine.mechanism.release, engine.forward.sites), engine.planned_steps
 
     def charge(self, candidate: int, noise: float) -> Charge:

@@ -169,6 +169,8 @@ def one_run(folder: str, run: int) -> None:
         raise PrivacyRefusal("a run would release something else than was charged: the data or the program has changed since.")
     for _ in training.steps():
         pass
+    if training.engine.reasons:
+        raise PrivacyRefusal(f"a run has lost its guarantee, and the search with it: {training.engine.reasons[0]}.")
     value = _score(training.model, scored, about["score_noise"])
     state = {"private": True, "score": value, "choice": choice, "tie": secrets.randbits(53)}
     checkpoint.write(_file(place, run), training.model.state_dict(), state)
