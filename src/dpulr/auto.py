@@ -26,8 +26,8 @@ MOMENTUM, SCHEDULE, EPOCHS = 0.9, "cosine", 10.0
 @dataclass(frozen=True)
 class Constants:
     """Fitted. `largest`: the learning rate without noise, times the square root of the inputs. `movement`: how far noise may move
-    what a layer puts out. `steps`: how many steps are worth taking, as a multiple of those at which noise halves the rate, but not
-    less than the `fewest`. `scatter`: the variance that one hidden direction brings to a weight, where its gradient has length 1."""
+    what a layer puts out. `steps`: how many steps are worth taking, as a multiple of those at which noise halves the rate, but at
+    least the `fewest`. `scatter`: the variance of a weight by one hidden direction of a record, where its gradient has length 1."""
 
     largest: float
     movement: float
