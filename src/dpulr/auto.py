@@ -184,7 +184,7 @@ def batch_size_for(task: Task, why: dict[str, str] | None = None, *, repeats: in
     """As many steps as can be used: more of them only get smaller, fewer leave budget unused."""
     epochs = task.epochs or EPOCHS
     fewest = task.constants.fewest
-    useful = task.constants.steps * _steps_at_half_rate(task, epochs, repeats or _repeats(task, None, {}))
+    useful = task.constants.steps * _steps_at_half_rate(task, epochs, repeats)
     wanted = min(max(fewest, useful), MOST_STEPS)
     if task.steps is not None:
         epochs, wanted = task.epochs or max(EPOCHS, task.steps / wanted), task.steps
@@ -198,15 +198,16 @@ def batch_size_for(task: Task, why: dict[str, str] | None = None, *, repeats: in
     return int(size)
 
 
-def _steps_at_half_rate(task: Task, epochs: float, repeats: int) -> float:
+def _steps_at_half_rate(task: Task, epochs: float, repeats: int | None) -> float:
     """As many steps as make chance as tight a limit to the learning rate as the curvature of the loss is."""
     constants = task.constants
     if not task.hides:
         return task.shift * task.records * constants.movement / constants.largest
+    count = repeats or _repeats(task, None, {})
 
     def is_few(log_steps: float) -> bool:
         steps = math.exp(log_steps)
-        return _moved(task, steps, epochs * task.records / steps, repeats) * constants.largest < constants.movement
+        return _moved(task, steps, epochs * task.records / steps, count) * constants.largest < constants.movement
 
     return math.exp(search.boundary(is_few, 0.0, math.log(1e6), width=1e-3)[0])
 
