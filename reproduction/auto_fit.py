@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,10 @@ from reproduction.run import Run
 
 FILE = "auto.json"
 _LARGEST = (16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0)
-_MOVEMENT = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.8, 1.0)
+_MOVEMENT = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.8, 1.0, 1.4, 2.0)
 _STEPS = (1.0, 2.0, 4.0, 8.0, 16.0)
+_FEWEST = (60, 90, 125, 180, 250)
+_SCATTER = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 _OUTSIDE = 4.0  # points lost per doubling beyond the rates that were tried: more than any that was seen inside
 _LADDER = 2.0
 
@@ -66,6 +68,13 @@ class Cell:
         }
         return AutoRun(Settings(**(values | changes)))
 
+    @property
+    def kind(self) -> str:
+        """Which constants it is for."""
+        if self.mechanism == "hidden-direction":
+            return "hidden"
+        return "linear" if len(DATA[self.data].layers) == 1 else "deep"
+
     def scores(self) -> dict[float, float]:
         """Held-out accuracy in per cent by learning rate, as far as it has been run."""
         return {rate: 100 * result["test_accuracy"] for rate in rungs() for result in found([self.run(rate)])}
@@ -77,29 +86,22 @@ class Data:
     model: str
     holdout: int
     records: int
-    fan_in: int
-    """The inputs of all layers together, biases included."""
+    layers: tuple[Layer, ...]
     features: str | None = None
-    linear: bool = False
 
-    @property
-    def kind(self) -> str:
-        """Which constants it is for."""
-        return "linear" if self.linear else "deep"
+    def task(self, cell: Cell) -> Task:
+        return Task(cell.mechanism, self.records, self.layers, cell.epsilon, epochs=cell.epochs)
 
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """As many layers as `dpulr.auto` asks for."""
-        whole = Layer(self.fan_in, self.fan_in)
-        return (whole,) if self.linear else (replace(whole, fan_in=self.fan_in - 1), Layer(1, 1))
+
+def _linear(*sizes: int) -> tuple[Layer, ...]:
+    return tuple(Layer(inputs + 1, (inputs + 1) * outputs) for inputs, outputs in pairwise(sizes))
 
 
 DATA = {
-    "mlp": Data("fashion-mnist", "mlp", 10_000, 50_000, 785 + 129 + 65 + 33),
-    "scattering": Data("fashion-mnist", "auto", 10_000, 50_000, 3_970, "scattering", linear=True),
-    "cnn": Data("fashion-mnist", "reproduction.models:small_cnn", 10_000, 50_000, 65 + 257 + 513 + 33),
-    "table": Data("reproduction.datasets:synthetic", "reproduction.models:tabular", 0, 8_000, 41 + 33),
-    "table-linear": Data("reproduction.datasets:synthetic", "reproduction.models:tabular_linear", 0, 8_000, 41, linear=True),
+    "mlp": Data("fashion-mnist", "mlp", 10_000, 50_000, _linear(784, 128, 64, 32, 10)),
+    "scattering": Data("fashion-mnist", "auto", 10_000, 50_000, _linear(3_969, 10), "scattering"),
+    "table": Data("reproduction.datasets:synthetic", "reproduction.models:tabular", 0, 8_000, _linear(40, 32, 4)),
+    "table-linear": Data("reproduction.datasets:synthetic", "reproduction.models:tabular_linear", 0, 8_000, _linear(40, 4)),
 }
 
 
@@ -129,13 +131,21 @@ def gradient_cells() -> list[Cell]:
 
 
 def hidden_cells() -> list[Cell]:
+    """The more budget, the more directions."""
     cells = [
-        Cell("mlp", "hidden-direction", epsilon, 5, batch, repeats)
+        Cell("mlp", "hidden-direction", epsilon, epochs, batch, repeats)
+        for repeats, lengths in ((4, ((0.3, 2), (1.0, 5), (4.0, 2), (0.3, 10))), (16, ((4.0, 2), (1.0, 5), (4.0, 10))))
+        for epsilon, epochs in lengths
+        for batch in ((250, 1_000) if epochs == 2 else (500, 2_000))
+    ]
+    cells += [
+        Cell("table", "hidden-direction", epsilon, 5, batch, repeats)
         for epsilon in (0.3, 1.0, 4.0)
-        for batch in (1_000, 4_000)
+        for batch in (125, 500)
         for repeats in (4, 16)
     ]
-    cells += [Cell("table", "hidden-direction", epsilon, 10, batch, 8) for epsilon in (0.3, 2.0) for batch in (250, 1_000)]
+    cells += [Cell("mlp", "hidden-direction", 4.0, 2, 500, 16), Cell("mlp", "hidden-direction", 1.0, 5, 1_000, 16)]
+    cells += [Cell("table-linear", "hidden-direction", epsilon, 5, 250, 8) for epsilon in (0.3, 1.0, 4.0)]
     return cells
 
 
@@ -158,7 +168,7 @@ def _start(cell: Cell) -> list[float]:
     about = DATA[cell.data]
     steps = cell.epochs * about.records / cell.batch_size
     movement = likely_shift(cell.epsilon, 1e-5) * about.records
-    guess = 32 / math.sqrt(about.fan_in) / (1 + steps / (0.015 * movement))
+    guess = 32 / math.sqrt(sum(layer.fan_in for layer in about.layers)) / (1 + steps / (0.015 * movement))
     nearest = min(rungs(), key=lambda rate: abs(math.log(rate / guess)))
     return [nearest / _LADDER, nearest, nearest * _LADDER]
 
@@ -181,33 +191,32 @@ def cells_of(mechanism: str) -> list[Cell]:
 
 
 def fitted(kind: str) -> Constants:
-    """The constants that lose least on average, on a coarse grid: first those of the rate, then that of the batch size.
-
-    By exact gradients, which are cheap; hidden directions have the same noise and the same lengths.
-    """
-    own = [cell for cell in gradient_cells() if DATA[cell.data].kind == kind]
+    """The constants that lose least on average, on a coarse grid: first those of the rate, then that of the batch size."""
+    own = [cell for cell in (*gradient_cells(), *hidden_cells()) if cell.kind == kind]
     known = [(cell, scores) for cell in own if len(scores := cell.scores()) > 1]
 
-    def lost_by_rate(pair: tuple[float, float]) -> float:
-        constants = Constants(*pair, 1.0)
-        return sum(max(scores.values()) - _at_rule(cell, scores, constants) for cell, scores in known)
+    def lost_by_rate(values: tuple[float, float, float]) -> float:
+        largest, movement, scatter = values
+        constants = Constants(largest, movement, 1.0, scatter)
+        return sum((max(scores.values()) - _at_rule(cell, scores, constants)) ** power for cell, scores in known)
 
-    largest, movement = min(product(_LARGEST, _MOVEMENT), key=lost_by_rate)
-    rates = Constants(largest, movement, 1.0)
-    groups: dict[tuple[Any, ...], dict[float, float]] = {}
+    power = 2 if kind == "hidden" else 1  # there accuracy falls off a cliff above the best rate: one rule far off counts more
+    largest, movement, scatter = min(product(_LARGEST, _MOVEMENT, _SCATTER if kind == "hidden" else (0.0,)), key=lost_by_rate)
+    rates = Constants(largest, movement, 1.0, scatter)
+    groups: dict[Cell, dict[float, float]] = {}
     for cell, scores in known:
-        curve = groups.setdefault((cell.data, cell.epsilon, cell.epochs, cell.repeats), {})
-        curve[cell.batch_size] = _at_rule(cell, scores, rates)
+        groups.setdefault(replace(cell, batch_size=0), {})[cell.batch_size] = _at_rule(cell, scores, rates)
 
-    def lost_by_size(steps: float) -> float:
-        lost = 0.0
-        for (data, epsilon, epochs, _), curve in groups.items():
-            task = Task("gradient", DATA[data].records, DATA[data].layers, epsilon, epochs=epochs)
-            with patched(kind, replace(rates, steps=steps)):
-                lost += max(curve.values()) - _interpolated(curve, batch_size_for(task), 1.0)
+    def lost_by_size(values: tuple[float, int]) -> float:
+        lost, (steps, fewest) = 0.0, values
+        for cell, curve in groups.items():
+            with patched(kind, replace(rates, steps=steps, fewest=fewest)):
+                size = batch_size_for(DATA[cell.data].task(cell), repeats=cell.repeats)
+            lost += max(curve.values()) - _interpolated(curve, size, 1.0)
         return lost
 
-    return replace(rates, steps=min(_STEPS, key=lost_by_size))
+    steps, fewest = min(product(_STEPS, _FEWEST if kind == "hidden" else (250,)), key=lost_by_size)
+    return replace(rates, steps=steps, fewest=fewest)
 
 
 @contextmanager
@@ -222,10 +231,8 @@ def patched(kind: str, constants: Constants) -> Iterator[None]:
 
 def _at_rule(cell: Cell, scores: dict[float, float], constants: Constants) -> float:
     """The accuracy at the rate that the rule gives with these constants, interpolated."""
-    about = DATA[cell.data]
-    task = Task(cell.mechanism, about.records, about.layers, cell.epsilon, epochs=cell.epochs)
-    with patched(about.kind, constants):
-        rate = choose(task, batch_size=cell.batch_size, repeats=cell.repeats).learning_rate
+    with patched(cell.kind, constants):
+        rate = choose(DATA[cell.data].task(cell), batch_size=cell.batch_size, repeats=cell.repeats).learning_rate
     return _interpolated(scores, rate)
 
 
@@ -245,7 +252,7 @@ def markdown() -> str:
             scores = cell.scores()
             if len(scores) < 2:
                 continue
-            best, kept = max(scores, key=lambda rate: scores[rate]), _at_rule(cell, scores, auto.FITTED[DATA[cell.data].kind])
+            best, kept = max(scores, key=lambda rate: scores[rate]), _at_rule(cell, scores, auto.FITTED[cell.kind])
             label = f"{cell.repeats}" if cell.repeats else "-"
             about = [cell.data, mechanism, f"{cell.epsilon:g}", f"{cell.epochs:g}", f"{cell.batch_size}", label]
             rows.append([*about, f"{best:.3g}", f"{scores[best]:.1f}", f"{kept:.1f}"])

@@ -57,24 +57,6 @@ def stepped(seed: int) -> nn.Module:
         )
 
 
-def small_cnn(seed: int) -> nn.Module:
-    """The usual small network for pictures of 28 x 28 (Opacus' MNIST example), 26,010 parameters."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Conv2d(1, 16, 8, stride=2, padding=3),
-            nn.ReLU(),
-            nn.MaxPool2d(2, 1),
-            nn.Conv2d(16, 32, 4, stride=2),
-            nn.ReLU(),
-            nn.MaxPool2d(2, 1),
-            nn.Flatten(),
-            nn.Linear(512, 32),
-            nn.ReLU(),
-            nn.Linear(32, 10),
-        )
-
-
 def tabular(seed: int) -> nn.Module:
     """For the synthetic table of `datasets.synthetic`."""
     return models.mlp((40, 32, 4), seed=seed)

@@ -17,6 +17,8 @@ from torch.utils.data import TensorDataset
 
 import dpulr
 from dpulr import auto
+from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
+from dpulr.accounting.small_signal import hidden_direction_noise, likely_noise
 from dpulr.auto import Layer, Task, choose
 from dpulr.errors import InvalidArgument
 from dpulr.parts.task import shapes
@@ -65,6 +67,40 @@ def test_choices_move_the_right_way(mechanism: str) -> None:
         assert wide < choose(replace(task, layers=layers_of((784, 128, 10))), batch_size=1_000, repeats=8).learning_rate
     steps = [choose(replace(task, epsilon=epsilon)).steps for epsilon in (0.1, 1, 8)]
     assert steps == sorted(steps)
+
+
+def test_directions_are_paid_for_where_their_scatter_counts() -> None:
+    """It counts beside little noise, among many records, in a short run."""
+    task = replace(TASK, mechanism="hidden-direction", epochs=5)
+    by_epsilon = [choose(replace(task, epsilon=epsilon)).repeats for epsilon in (0.1, 0.3, 1, 3, 8)]
+    assert by_epsilon == sorted(by_epsilon)
+    assert by_epsilon[0] == 4
+    assert by_epsilon[-1] == 32
+    assert choose(replace(task, epsilon=0.5, records=5_000)).repeats < choose(replace(task, epsilon=0.5)).repeats
+    assert choose(replace(task, epsilon=0.5, epochs=60)).repeats < choose(replace(task, epsilon=0.5)).repeats
+
+
+@pytest.mark.parametrize(("epsilon", "repeats"), [(0.5, 1), (8.0, 8)])
+def test_the_noise_of_hidden_directions_is_near_what_a_plan_finds(epsilon: float, repeats: int) -> None:
+    """Predicted by arithmetic, and calibrated by the accountant with the weights of the real layers."""
+    engine = dpulr.PrivacyEngine(
+        dpulr.models.mlp((6, 40, 30, 10)),
+        "auto",
+        data(),
+        LOSS,
+        mechanism=dpulr.HiddenDirection(repeats=repeats),
+        batch_size=100,
+        steps=100,
+        target_epsilon=epsilon,
+    )
+    task = engine.task
+    dims = [layer.dim(repeats) for layer in task.layers]
+    assert dims == [site.dim for site in engine.mechanism.layout(engine.forward.sites).sites]  # type: ignore[attr-defined]
+    noise = likely_noise(epsilon, 1e-5, 100 / 2_000, 100)
+    predicted = auto._std_worth(noise, dims, repeats)
+    even = HiddenDirectionRelease(tuple(HiddenSite(dim, predicted, repeats) for dim in dims))
+    assert hidden_direction_noise(even) == pytest.approx(noise, rel=1e-9)
+    assert predicted == pytest.approx(engine.noise_multiplier, rel=0.25)
 
 
 @pytest.mark.parametrize("epsilon", [0.01, 0.1, 1, 10, 100])
@@ -175,7 +211,7 @@ def test_only_auto_is_a_word() -> None:
             Settings(**{name: "many"})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", list(auto.FITTED))
+@pytest.mark.parametrize("kind", ["linear", "deep", pytest.param("hidden", marks=pytest.mark.slow)])
 def test_constants_are_those_that_the_study_finds(kind: str) -> None:
     """`python -m reproduction auto-fit --show` prints them."""
     assert auto.FITTED[kind] == auto_fit.fitted(kind)

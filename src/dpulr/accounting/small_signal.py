@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from scipy import special
 
@@ -33,6 +34,7 @@ def likely_noise(target_epsilon: float, delta: float, sample_rate: float, steps:
     return 1 / math.sqrt(math.log1p((shift / sample_rate) ** 2 / steps))
 
 
+@cache
 def likely_shift(target_epsilon: float, delta: float) -> float:
     """The shift between two unit normals that has this epsilon and delta."""
 

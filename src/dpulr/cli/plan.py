@@ -172,13 +172,14 @@ def _of_model(settings: Settings, dataset_size: int | None) -> OfModel:
 def _of_dims(settings: Settings, dims: str) -> How:
     """Without a model, a data set or torch: for the mechanisms that the accountant knows by name."""
     from dpulr.accounting.shortcuts import release_maker
-    from dpulr.auto import Task
+    from dpulr.auto import Layer, Task
 
     try:
         sizes = [int(part) for part in dims.replace(",", " ").split()]
     except ValueError as problem:
         raise UsageError(f"--dims takes whole numbers, such as 16,16,16,10, not {dims!r}.") from problem
-    task = Task(settings.mechanism, 1, (), settings.epsilon_of_steps, settings.target_delta, settings.epochs, settings.steps)
+    layers = tuple(Layer(1, size) for size in sizes)  # their inputs are not known
+    task = Task(settings.mechanism, 1, layers, settings.epsilon_of_steps, settings.target_delta, settings.epochs, settings.steps)
     if settings.mechanism != "hidden-direction":
         return How(release_maker(settings.mechanism), task)
     repeats = settings.repeats if isinstance(settings.repeats, int) else 8

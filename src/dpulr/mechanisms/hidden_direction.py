@@ -19,6 +19,7 @@ from torch import Tensor
 from dpulr import validate
 from dpulr.accounting.events import HiddenDirectionRelease
 from dpulr.accounting.small_signal import mean_overlap
+from dpulr.auto import subspace_for
 from dpulr.errors import InvalidArgument, ModelRefused
 from dpulr.mechanisms.base import WITH_MARGIN, Gradients, Mechanism, SitewiseMechanism, WorstCase, weighted
 from dpulr.mechanisms.exact_part import ExactPart, exact_notes, settle_exact
@@ -148,7 +149,7 @@ class HiddenDirection(Mechanism):
         """Dimensions of the public subspaces."""
         if self.subspace != "auto":
             return self.subspace
-        return max(4, -(-max(16, 4 * self.count) // self.per_person))
+        return max(4, -(-subspace_for(self.count) // self.per_person))
 
     def release(self, sites: Sequence[Site], noise_multiplier: float) -> HiddenDirectionRelease:
         return self.layout(sites).release(noise_multiplier)
