@@ -465,18 +465,28 @@ def test_of_three_ranks_the_odd_one_is_named() -> None:
     assert said.startswith("rank 0 was started with another seed than rank 1: 1, not 0.")
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"mechanism": "paper"}, "adds its noise in its own way"),
-        ({"sampling": "shuffle"}, "must be 'poisson'"),
-        ({"rejection_threshold": 3}, "no rank knows the size"),
-    ],
-)
-def test_what_ranks_cannot_share_is_refused(settings: dict[str, Any], said: str) -> None:
-    for found in on_ranks(2, lambda rank: engine(**settings)):
-        assert found.kind == "InvalidArgument"
-        assert said in found.text
+NOT_SHARED: list[tuple[dict[str, Any], str]] = [
+    ({"mechanism": "paper"}, "adds its noise in its own way"),
+    ({"mechanism": dpulr.ZerothOrder(repeats=1, noise="laplace")}, "adds its noise in its own way"),
+    ({"sampling": "shuffle"}, "must be 'poisson'"),
+    ({"rejection_threshold": 3}, "no rank knows the size"),
+    ({"unit": np.arange(200) // 2, "sharded": True, "mechanism": "gradient"}, "a person's records may lie on two ranks"),
+]
+
+
+def refusals(rank: int) -> list[str]:
+    found = []
+    for settings, _ in NOT_SHARED:
+        with pytest.raises(InvalidArgument) as refused:
+            engine(**settings)
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_ranks_cannot_share_is_refused() -> None:
+    for found in on_ranks(2, refusals):
+        for said, (_, expected) in zip(found, NOT_SHARED, strict=True):
+            assert expected in said
 
 
 def different_parameters(rank: int, after: int) -> Any:
