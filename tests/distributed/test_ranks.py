@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,6 +337,19 @@ def test_one_ledger_charges_each_step_once_before_any_rank_reads(tmp_path: Path)
     assert min(reads) == 1
     assert max(reads) == 6
     assert (tmp_path / "ledger.jsonl").read_text().count('"kind": "step"') == 6
+
+
+def readers_priorities(rank: int) -> list[int]:
+    private = engine(steps=1)
+    train(private)
+    tasks = [path.parent for path in Path("/proc/self/task").glob("*/comm") if path.read_text().strip() == ranks._GLOO_READER]
+    return [os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc lists threads on Linux only")
+def test_the_thread_that_reads_for_gloo_goes_last() -> None:
+    """Where it shares a core with the thread whose lock it tries, both would wait. With another torch its name may have changed."""
+    assert [set(found) for found in on_ranks(2, readers_priorities)] == [{19}, {19}]
 
 
 def goes_on(rank: int, folder: Path) -> int:
