@@ -22,6 +22,7 @@ def test_actors_share_the_calls_and_are_started_again(tmp_path: Path) -> None:
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["equal"]  # to one process, to the bit, although an actor was killed in between
     assert found["processes"] == 3
+    assert found["together"] == 80  # two calls at a time: each has waited for the other
     assert found["after_hanging"] == [[0.25] * 4]
     assert found["failing"] == "the black box 'failing' raised ValueError: the board is full"
 

@@ -1,6 +1,7 @@
 """A black box held by real Ray actors, in a process of its own; prints what it found as JSON. `python ray_box.py FOLDER`.
 
-Each actor writes its process number into a file when it begins. One is killed in the middle of a training; another box hangs once.
+Each actor writes its process number into a file when it begins. One is killed in the middle of a training; two wait for
+each other's call; another box hangs once.
 """
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ def hanging_once(folder: Path) -> Callable[[np.ndarray], np.ndarray]:
     return (lambda x: time.sleep(600) or x) if first else steps
 
 
+def meeting(folder: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns when two processes have been called."""
+
+    def function(x: np.ndarray) -> np.ndarray:
+        (folder / str(os.getpid())).touch()
+        end = time.monotonic() + 60
+        while len(list(folder.iterdir())) < 2:
+            if time.monotonic() > end:
+                raise TimeoutError("nobody else was called")
+            time.sleep(0.01)
+        return x
+
+    return function
+
+
 def failing() -> Callable[[np.ndarray], np.ndarray]:
     def function(x: np.ndarray) -> np.ndarray:
         raise ValueError("the board is full")
@@ -62,7 +78,7 @@ def trained(box: nn.Module, after_step: Callable[[int], None] = lambda number: N
 
 def main(folder: Path) -> dict[str, object]:
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-    actors, calls = folder / "actors", folder / "calls"
+    actors, calls, meetings = folder / "actors", folder / "calls", folder / "meetings"
     actors.mkdir()
     box = dpulr.BlackBox.ray(partial(announced, actors), (4,), actors=2, batch_size=10, name="steps", ray_options={"num_cpus": 0})
     killed: list[int] = []
@@ -74,6 +90,9 @@ def main(folder: Path) -> dict[str, object]:
 
     several = trained(box, kill)
     found = {"equal": several == trained(dpulr.BlackBox(steps, (4,))), "processes": len(list(actors.iterdir()))}
+    meetings.mkdir()
+    both = dpulr.BlackBox.ray(partial(meeting, meetings), (4,), actors=2, batch_size=10, ray_options={"num_cpus": 0})
+    found["together"] = both(torch.ones(20, 4)).sum().item()
     calls.mkdir()
     options = {"timeout": 5.0, "retries": 2, "backoff": 0.1, "ray_options": {"num_cpus": 0}}
     slow = dpulr.BlackBox.ray(partial(hanging_once, calls), (4,), actors=1, **options)

@@ -77,7 +77,7 @@ class RowSizes:
         agrees = self._agree(fine)
         found = fine if agrees else self._upper(fine)
         if len(found) < 2 and not agrees:
-            found = next((sizes for sizes in coarser if self._agree(sizes)), found or self._upper(coarser[-1]))
+            found = next((sizes for sizes in coarser if sizes == found or self._agree(sizes)), found or self._upper(coarser[-1]))
         self.alone = not found
         return found or [min(_FEWEST, self._most)]
 
