@@ -24,6 +24,7 @@ def test_actors_share_the_calls_and_are_started_again(tmp_path: Path) -> None:
     assert found["processes"] == 3
     assert found["together"] == 80  # two calls at a time: each has waited for the other
     assert found["after_hanging"] == [[0.25] * 4]
+    assert found["after_odd_records"] == [0.25] * 12  # they leave the box to the others, as often as they come
     assert found["failing"] == "the black box 'failing' raised ValueError: the board is full"
 
 

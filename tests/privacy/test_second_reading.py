@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import dpulr
 from dpulr.accounting.events import GaussianRelease
 from dpulr.audit.games import linear_loss
-from dpulr.errors import Interrupted, ModelRefused
+from dpulr.errors import Interrupted, InvalidArgument, ModelRefused
 from dpulr.model.people import People
 from dpulr.private_scores import HeldOut
 from tests.privacy.test_people import PlaceDirections
@@ -213,3 +213,14 @@ def test_vectors_that_depend_on_others_are_refused() -> None:
     with pytest.raises(ModelRefused, match="mixes records"):
         private.release_sum(lambda batch: batch[0][:, :1] - batch[0].mean(), bound=1.0, release=GaussianRelease(1.0, numbers=1))
     assert private.ledger.steps == 0
+
+
+# --- bounds that float32 can't hold -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bound", [1e-40, 2.2e-45])
+def test_a_bound_below_what_float32_holds_is_refused(bound: float) -> None:
+    """A record added 1.001 and 1.56 times as much as it might."""
+    for mechanism in (dpulr.Gradient, dpulr.Gaussian, dpulr.ZerothOrder):
+        with pytest.raises(InvalidArgument, match="at least 1e-30"):
+            mechanism(max_grad_norm=bound)
+    with pytest.raises(InvalidArgument, match="layer_weights"):
+        engine(mlp(), points(), mechanism=dpulr.HiddenDirection(layer_weights=(bound, bound)))

@@ -12,8 +12,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -59,6 +61,19 @@ def meeting(folder: Path) -> Callable[[np.ndarray], np.ndarray]:
     return function
 
 
+def picky() -> Callable[[np.ndarray], np.ndarray]:
+    """One record ends its actor, another hangs, whenever they come."""
+
+    def function(x: np.ndarray) -> np.ndarray:
+        if (x == 7).any():
+            os._exit(1)
+        if (x == 8).any():
+            time.sleep(600)
+        return steps(x)
+
+    return function
+
+
 def failing() -> Callable[[np.ndarray], np.ndarray]:
     def function(x: np.ndarray) -> np.ndarray:
         raise ValueError("the board is full")
@@ -76,7 +91,7 @@ def trained(box: nn.Module, after_step: Callable[[int], None] = lambda number: N
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def main(folder: Path) -> dict[str, object]:
+def main(folder: Path) -> dict[str, Any]:
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
     actors, calls, meetings = folder / "actors", folder / "calls", folder / "meetings"
     actors.mkdir()
@@ -89,7 +104,7 @@ def main(folder: Path) -> dict[str, object]:
             os.kill(killed[0], signal.SIGKILL)
 
     several = trained(box, kill)
-    found = {"equal": several == trained(dpulr.BlackBox(steps, (4,))), "processes": len(list(actors.iterdir()))}
+    found: dict[str, Any] = {"equal": several == trained(dpulr.BlackBox(steps, (4,))), "processes": len(list(actors.iterdir()))}
     meetings.mkdir()
     both = dpulr.BlackBox.ray(partial(meeting, meetings), (4,), actors=2, batch_size=10, ray_options={"num_cpus": 0})
     found["together"] = both(torch.ones(20, 4)).sum().item()
@@ -97,6 +112,12 @@ def main(folder: Path) -> dict[str, object]:
     options = {"timeout": 5.0, "retries": 2, "backoff": 0.1, "ray_options": {"num_cpus": 0}}
     slow = dpulr.BlackBox.ray(partial(hanging_once, calls), (4,), actors=1, **options)
     found["after_hanging"] = slow(torch.full((1, 4), 0.3)).tolist()
+    odd = dpulr.BlackBox.ray(picky, (4,), actors=1, restarts=0, timeout=3.0, ray_options={"num_cpus": 0})
+    found["after_odd_records"] = []
+    for value in (7.0, 7.0, 8.0):
+        with suppress(BlackBoxError):
+            odd(torch.full((1, 4), value))
+        found["after_odd_records"] += odd(torch.full((1, 4), 0.3)).flatten().tolist()
     try:
         dpulr.BlackBox.ray(failing, (4,), actors=1, ray_options={"num_cpus": 0})(torch.zeros(1, 4))
     except BlackBoxError as problem:

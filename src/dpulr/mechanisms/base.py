@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 WITH_MARGIN = 1 - 4e-3
 """Bounds are met with this much room, which rounding can't exceed, whatever the records are (docs/theory.md, section 9)."""
 
+LEAST_BOUND = 1e-30
+"""Well within float32: a smaller bound would itself be rounded by more than the margin."""
+
 GRID_BITS = 10
 """The grid of a release is finer than its noise by this power of two."""
 

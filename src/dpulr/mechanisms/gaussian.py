@@ -16,7 +16,7 @@ from torch import Tensor
 from dpulr import validate
 from dpulr.accounting.events import GaussianRelease
 from dpulr.errors import InvalidArgument
-from dpulr.mechanisms.base import WITH_MARGIN, Mechanism, SitewiseMechanism, WorstCase, weighted
+from dpulr.mechanisms.base import LEAST_BOUND, WITH_MARGIN, Mechanism, SitewiseMechanism, WorstCase, weighted
 from dpulr.mechanisms.person_norms import per_unit
 from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
@@ -57,7 +57,7 @@ class Gaussian(Mechanism):
         validate.one_of("estimator", self.estimator, get_args(Estimator))
         validate.one_of("clipping", self.clipping, ("joint", "per-layer"))
         validate.positive("sigma", self.sigma)
-        validate.positive("max_grad_norm", self.max_grad_norm)
+        validate.at_least("max_grad_norm", self.max_grad_norm, LEAST_BOUND)
         validate.one_of("space", self.space, get_args(Space))
         if self.subspace is not None:
             validate.whole_number("subspace", self.subspace)

@@ -18,7 +18,7 @@ from torch import Tensor
 from dpulr import validate
 from dpulr.accounting.events import GaussianRelease
 from dpulr.errors import InvalidArgument, ModelRefused
-from dpulr.mechanisms.base import WITH_MARGIN, Mechanism, SitewiseMechanism, WorstCase
+from dpulr.mechanisms.base import LEAST_BOUND, WITH_MARGIN, Mechanism, SitewiseMechanism, WorstCase
 from dpulr.mechanisms.exact_part import ExactPart
 from dpulr.mechanisms.scales import Scales, check_quantile, noise_of_votes, trial, typical
 from dpulr.model.batches import count
@@ -68,7 +68,7 @@ class Gradient(Mechanism):
             if self.clipping == "normalised":
                 raise InvalidArgument("clipping='normalised' clips every record: there is nothing for max_grad_norm='adaptive'.")
         else:
-            validate.positive("max_grad_norm", self.max_grad_norm)
+            validate.at_least("max_grad_norm", self.max_grad_norm, LEAST_BOUND)
         check_quantile(self.quantile)
         validate.one_of("clipping", self.clipping, get_args(Clipping))
         if self.layer_weights is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dpulr.accounting.events import HiddenDirectionRelease, HiddenSite
 from dpulr.errors import InvalidArgument, ModelRefused
+from dpulr.mechanisms.base import LEAST_BOUND
 from dpulr.mechanisms.layer_budget import LayerCost, balanced
 from dpulr.mechanisms.scales import noise_of_votes
 from dpulr.model.shared_sites import SharedSite
@@ -115,7 +116,7 @@ class Layout:
             )
 
     def _check_weights(self, weights: tuple[float, ...]) -> None:
-        if len(weights) != len(self.groups) or not all(math.isfinite(w) and w > 0 for w in weights):
+        if len(weights) != len(self.groups) or not all(LEAST_BOUND <= w < math.inf for w in weights):
             names = ", ".join(self.label(group) for group in self.groups)
             raise InvalidArgument(
                 f"layer_weights must be {len(self.groups)} positive numbers, one each for {names}; got {weights}."

@@ -25,7 +25,7 @@ from dpulr import validate
 from dpulr.accounting.events import GaussianRelease, Release
 from dpulr.accounting.laplace import CELLS_PER_BOUND, LaplaceRelease
 from dpulr.errors import InvalidArgument, ModelRefused
-from dpulr.mechanisms.base import Batch, FittedMechanism, Gradients, Mechanism, WorstCase
+from dpulr.mechanisms.base import LEAST_BOUND, Batch, FittedMechanism, Gradients, Mechanism, WorstCase
 from dpulr.mechanisms.chunks import Chunks
 from dpulr.model.batches import call_on_copy
 from dpulr.model.forward import Forward
@@ -80,7 +80,7 @@ class ZerothOrder(Mechanism):
     def __post_init__(self) -> None:
         validate.whole_number("repeats", self.repeats)
         validate.at_least("radius", self.radius, _LEAST_RADIUS)
-        validate.positive("max_grad_norm", self.max_grad_norm)
+        validate.at_least("max_grad_norm", self.max_grad_norm, LEAST_BOUND)
         validate.one_of("directions", self.directions, ("normal", "sphere"))
         validate.one_of("noise", self.noise, ("gaussian", "laplace"))
         validate.one_of("precision", self.precision, ("float32", "bfloat16"))

@@ -129,7 +129,7 @@ class BlackBox(nn.Module):
     ) -> BlackBox:
         """A box that Ray actors hold, each its own, made by `make()` there; `batch_size` says how a batch is dealt out to them.
 
-        An actor that dies is started again, `restarts` times, and its call made again; one that takes longer than `timeout` fails.
+        An actor that dies is started again, and its call made again, `restarts` times; one that takes longer than `timeout` fails.
         """
         validate.whole_number("actors", actors)
         validate.whole_number("restarts", restarts, 0)

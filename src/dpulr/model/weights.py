@@ -37,9 +37,9 @@ class RecordWeights:
     """The weight of each record, in [0, 1]. 0 where the function raises or gives no number: nothing is said about that record."""
 
     def __init__(self, function: WeightFunction, targets: Any, dtype: torch.dtype) -> None:
-        """`targets` are synthetic: the function is tried on them, together, one by one, and each of them many times; and as models are.
+        """`targets` are synthetic: the function is tried on them, together, one by one, and each of them many times.
 
-        One that reads values, as `if targets.max() > 5` does, sees one target at a time.
+        Then it is tried as a model is. One that reads values, as `if targets.max() > 5` does, sees one target at a time.
         """
         self._function, self._dtype, self._trial = function, dtype, targets
         alone = torch.cat([self._call(row(targets, i)) for i in range(count(targets))])
