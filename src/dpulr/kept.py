@@ -35,7 +35,7 @@ from dpulr.model.frozen_prefix import cut, row_sums
 from dpulr.model.opaque import uncompiled, without_compiling
 from dpulr.model.rescue import of_each
 from dpulr.model.row_independence import check_rows
-from dpulr.model.row_sizes import rows_agree
+from dpulr.model.row_sizes import agreeing
 from dpulr.model.scratch import equal_bits
 from dpulr.model.value_reads import observe
 from dpulr.parts.computing import exact_arithmetic
@@ -110,7 +110,7 @@ class Kept:
             self._modes = [module.training for module in self._prefix.modules()]
             self._nobody = synthetic(example, 1, torch.Generator().manual_seed(0), self._device)
             sizes = [size for size in _AT_ONCE if size * seen.bytes <= _ROOM] if seen.reads is None else []
-            self._size = next((size for size in sizes if rows_agree(self._run, self._nobody, [size])), 1)
+            self._size = next((size for size in sizes if agreeing(self._run, self._nobody, [size])), 1)
             with torch.inference_mode():
                 self._columns = [(column.dtype, tuple(column.shape[1:])) for column in self._run(self._nobody)]
 
