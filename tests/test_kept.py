@@ -143,7 +143,7 @@ def test_what_is_kept_of_a_record_has_the_same_bits_beside_any_others(kind: str)
 
 
 def test_where_no_size_agrees_each_record_has_a_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpulr.model.each_record.rows_agree", lambda *_: False)
+    monkeypatch.setattr("dpulr.model.each_record.agreeing", lambda *_: 0)
     model, data = _made("sequential"), _records("sequential")
     sizes = []
     model[0].register_forward_hook(lambda *args: sizes.append(len(args[2])))

@@ -208,7 +208,15 @@ class PrivacyEngine:
         trained = self.forward.parameters()
         frozen = [parameter for parameter in model.parameters() if parameter not in set(trained)]
         self._watch = Watch(self.optimizer, trained, self._account.void, frozen)
-        self._drawing = Drawing(records, membership, account=self._account, ranks=self.ranks, source=source, forward=self.forward)
+        self._drawing = Drawing(
+            records,
+            membership,
+            account=self._account,
+            ranks=self.ranks,
+            source=source,
+            forward=self.forward,
+            rows_of=self.fitted.rows_known,
+        )
         self._noise, self._directions = self.fitted.noise(source), source.directions(device, self.forward.dtype)
         self._updates = Updates(self.forward, self.fitted, self.optimizer)
         self._observers: list[Callable[[Released], None]] = []
@@ -263,6 +271,8 @@ class PrivacyEngine:
             values = self.ranks.released(total, lambda own: self.fitted.privatise(own, self._noise.draw().to(device)), self.spacing)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
+        if number + 1 < self.planned_steps:
+            self._noise.prepare()  # of the next step, in another thread
         if self._sets_rate:
             for settings in self.optimizer.param_groups:
                 settings["lr"] = self.choice.rate_at(number, self.planned_steps)

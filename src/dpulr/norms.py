@@ -6,6 +6,7 @@ float64. Where the squares of a row leave the range of float32, that row alone i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -40,12 +41,24 @@ def _piece(width: int) -> int:
 def safe_row_norm(rows: Tensor) -> Tensor:
     """The same for rows (..., width) of all magnitudes."""
     norm = row_norm(rows)
-    if norm.numel() and norm.dtype != torch.float64:
-        shortest, longest = torch.aminmax(norm)
-        if not (shortest.item() > _LEAST and longest.item() < _MOST):
-            odd = ~((norm > _LEAST) & (norm < _MOST))
-            norm[odd] = row_norm(rows[odd].double()).to(norm.dtype)
+    if _any_odd(norm):
+        odd = ~((norm > _LEAST) & (norm < _MOST))
+        norm[odd] = row_norm(rows[odd].double()).to(norm.dtype)
     return norm
+
+
+def safe_row_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """(tensors, records): the same for several (records, width), by fewer operations."""
+    norms = torch.stack([row_norm(rows) for rows in tensors])
+    return torch.stack([safe_row_norm(rows) for rows in tensors]) if _any_odd(norms) else norms
+
+
+def _any_odd(norm: Tensor) -> bool:
+    """Whether squares may have left the range of float32."""
+    if norm.numel() == 0 or norm.dtype == torch.float64:
+        return False
+    shortest, longest = torch.aminmax(norm)
+    return not (shortest.item() > _LEAST and longest.item() < _MOST)
 
 
 def flat_norm(tensor: Tensor) -> Tensor:

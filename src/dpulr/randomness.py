@@ -13,10 +13,12 @@ import secrets
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import NoReturn
+from itertools import groupby
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -123,28 +125,43 @@ class Ahead:
 
     def __init__(self, draw: Callable[[int], np.ndarray]) -> None:
         self._draw = draw
-        self._next: tuple[int, Future[np.ndarray]] | None = None
+        self._next: tuple[int, SimpleQueue[Any]] | None = None
 
     def start(self, size: int) -> None:
         """Start drawing now; `take` will wait for it."""
         process = os.getpid()
         if self._next is None or self._next[0] != process:  # a fork takes over neither the thread nor what it has drawn
-            self._next = process, _worker(process).submit(self._draw, size)
+            drawn = SimpleQueue[Any]()
+            self._next = process, drawn
+            _worker(process).put((self._draw, size, drawn))
 
     def take(self, size: int) -> np.ndarray:
         """Fresh numbers: those that were started, if they are enough. None are ever returned twice."""
         started, self._next = self._next, None
         if started is not None and started[0] == os.getpid():
-            numbers = started[1].result()
+            numbers = started[1].get()
+            if isinstance(numbers, Exception):
+                raise numbers
             if len(numbers) >= size:
-                return numbers[:size]
+                return numbers[:size]  # type: ignore[no-any-return]
         return self._draw(size)
 
 
 @lru_cache(maxsize=1)
-def _worker(process: int) -> ThreadPoolExecutor:
-    """The one thread of a process that draws ahead."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="dpulr-noise")
+def _worker(process: int) -> SimpleQueue[Any]:
+    """What the one thread of a process that draws ahead is to do. (A pool of threads takes longer to be told.)"""
+    waiting = SimpleQueue[Any]()
+
+    def work() -> None:
+        while True:
+            draw, size, drawn = waiting.get()
+            try:
+                drawn.put(draw(size))
+            except Exception as problem:  # for whoever waits
+                drawn.put(problem)
+
+    Thread(target=work, name="dpulr-noise", daemon=True).start()
+    return waiting
 
 
 _WORTH_A_THREAD = 2**13
@@ -179,10 +196,14 @@ class Directions:
         return self.spheres([shape])[0]
 
     def spheres(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """One `sphere` for each shape, by one draw."""
+        """One `sphere` for each shape, by one draw. Neighbours of one width are brought to length 1 together."""
         sizes = [math.prod(shape) for shape in shapes]
-        parts = zip(self.normal(sum(sizes)).split_with_sizes(sizes), shapes, strict=True)
-        return [_normalised(part.view(-1, shape[-1])).view(shape) for part, shape in parts]
+        flat, start = self.normal(sum(sizes)), 0
+        for width, run in groupby(zip(shapes, sizes, strict=True), lambda one: one[0][-1]):
+            end = start + sum(size for _, size in run)
+            _normalised(flat[start:end].view(-1, width))
+            start = end
+        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
 
 
 def normal_float32(rng: np.random.Generator, size: int) -> np.ndarray:
@@ -303,7 +324,6 @@ def public_seed(number: int) -> None:
 
 _CPU = torch.device("cpu")
 _TWISTER_WORDS, _TWISTER_OFFSET = 624, 24
-_TWISTER_TEMPLATE = torch.Generator().manual_seed(0).get_state()
 
 
 @contextmanager
@@ -348,8 +368,17 @@ def _for_states(process: int) -> np.random.BitGenerator:
 
 
 def secret_torch_state() -> Tensor:
-    """A state of torch's CPU generator (a Mersenne twister) whose words are those of a cipher, keyed by the operating system."""
-    state = _TWISTER_TEMPLATE.clone()
-    words = state[_TWISTER_OFFSET : _TWISTER_OFFSET + 8 * _TWISTER_WORDS].numpy().view(np.uint64)
+    """A state of torch's CPU generator (a Mersenne twister) whose words are those of a cipher, keyed by the operating system.
+
+    It lasts until the next one is made.
+    """
+    state, words = _state_for_torch()
     words[:] = _for_states(os.getpid()).random_raw(_TWISTER_WORDS // 2).view(np.uint32)
     return state
+
+
+@lru_cache(maxsize=1)
+def _state_for_torch() -> tuple[Tensor, np.ndarray]:
+    """A state, and its words."""
+    state = torch.Generator().manual_seed(0).get_state()
+    return state, state[_TWISTER_OFFSET : _TWISTER_OFFSET + 8 * _TWISTER_WORDS].numpy().view(np.uint64)

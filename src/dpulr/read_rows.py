@@ -14,8 +14,12 @@ from dpulr.data.tables import TableDataset
 from dpulr.data.texts import TextDataset
 from dpulr.data.views import ArrayDataset
 from dpulr.errors import DataError
+from dpulr.model.batches import with_room
 from dpulr.read_items import quiet
 from dpulr.schema import Misfit, Schema
+
+_LEAST_ROOM = 32
+"""Rows that a pass may be filled up with are written behind those of a batch (model/batches.py)."""
 
 
 class Rows:
@@ -47,6 +51,8 @@ class Rows:
 
     def inside(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Places as row numbers, and which of them exist."""
+        if len(places) and places.min() >= 0 and places.max() < self.size:
+            return places, np.arange(len(places))
         found = np.flatnonzero((places >= -self.size) & (places < self.size))
         return places[found] % self.size, found
 
@@ -65,10 +71,14 @@ class Rows:
 
 
 def rows_of(column: Any, places: np.ndarray) -> Tensor:
-    """A copy of these rows. Those of an array are read in the order in which they lie, as it may be a file."""
+    """A copy of these rows, with room behind them. An array's are read in the order in which they lie, as it may be a file."""
+    records = len(places)
+    size = (records + max(_LEAST_ROOM, records // 8), *column.shape[1:])
     if isinstance(column, Tensor):
-        return column.detach().index_select(0, torch.from_numpy(places).to(column.device))
+        buffer = column.new_empty(size, requires_grad=False)
+        torch.index_select(column.detach(), 0, torch.from_numpy(places).to(column.device), out=buffer[:records])
+        return with_room(buffer, records)
     order = np.argsort(places, kind="stable")
-    rows = np.empty((len(places), *column.shape[1:]), column.dtype.newbyteorder("="))
+    rows = np.empty(size, column.dtype.newbyteorder("="))
     rows[order] = column[places[order]]
-    return torch.from_numpy(rows)
+    return with_room(torch.from_numpy(rows), records)

@@ -92,7 +92,7 @@ class Records:
         """The batch, and which of `rows` are in it. That is private."""
         places, kept = self._places(rows)
         columns, found = self._store.read(places, self.schema)
-        return self._batch(columns), rows[kept[found]]
+        return self._batch(columns), rows if len(found) == len(rows) else rows[kept[found]]
 
     def _batch(self, columns: Sequence[Tensor]) -> Batch:
         return self.schema.batch([column.to(self.device) for column in columns])

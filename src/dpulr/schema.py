@@ -118,6 +118,8 @@ class Schema:
 
     def batch(self, columns: Sequence[Tensor]) -> tuple[Any, Any]:
         """Tensors in the order of `leaves` nested as the records are."""
+        if type(self.inputs) is type(self.target) is Leaf:  # the usual case, quicker
+            return columns[0], columns[1]
         left = iter(columns)
         inputs, target = (
             _mapped(lambda leaf: next(left) if isinstance(leaf, Leaf) else leaf.value, part) for part in (self.inputs, self.target)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dpulr.model.row_sizes import RowSizes
+from dpulr.model.row_sizes import RowSizes, agreeing
 from tests.support.core import engine, train
+
+
+def where(agree: Callable[[Sequence[int]], bool]) -> Callable[[Sequence[int]], int]:
+    """How many sizes, from the largest down, agree."""
+    return lambda sizes: next((n for n in range(len(sizes), 0, -1) if agree(sizes[-n:])), 0)
 
 
 def in_vectors(sizes: Sequence[int]) -> bool:
@@ -20,7 +26,7 @@ def in_vectors(sizes: Sequence[int]) -> bool:
 
 @pytest.mark.parametrize(("most", "largest"), [(10_000, 2_208), (457, 448), (100, 96), (40, 32), (16, 16)])
 def test_a_pass_has_whole_vectors_of_rows_however_many_fit(most: int, largest: int) -> None:
-    rows = RowSizes(lambda: 2_000.0, most, in_vectors)
+    rows = RowSizes(lambda: 2_000.0, most, where(in_vectors))
     assert (rows.largest, rows.alone) == (largest, False)
 
 
@@ -28,12 +34,12 @@ def test_a_pass_has_whole_vectors_of_rows_however_many_fit(most: int, largest: i
 @pytest.mark.parametrize("last", [800, 896, 1_000, 1_024, 1_090, 1_152])
 def test_where_the_arithmetic_changes_at_some_number_of_rows_the_sizes_above_it_are_taken(most: int, last: int) -> None:
     """Not the largest alone: a batch of 1,000 would be filled up to 1,152 rows, or 1,280."""
-    rows = RowSizes(lambda: 1_000.0, most, lambda sizes: in_vectors(sizes) and len({size <= last for size in sizes}) == 1)
+    rows = RowSizes(lambda: 1_000.0, most, where(lambda sizes: in_vectors(sizes) and len({size <= last for size in sizes}) == 1))
     assert rows.sizes == [size for size in range(896, 1_153, 32) if size > last or last == 1_152]
 
 
 def test_records_go_alone_where_no_size_does() -> None:
-    rows = RowSizes(lambda: 2_000.0, 10_000, lambda sizes: False)
+    rows = RowSizes(lambda: 2_000.0, 10_000, lambda sizes: 0)
     assert (rows.largest, rows.alone) == (1, True)
 
 
@@ -48,8 +54,25 @@ def test_where_a_batch_takes_several_passes_the_last_one_may_be_short(most: int,
 
 
 def test_fewer_rows_than_a_vector_are_one_size() -> None:
-    rows = RowSizes(lambda: 2_000.0, 7, lambda sizes: True)
+    rows = RowSizes(lambda: 2_000.0, 7, len)
     assert rows.sizes == [7]
+
+
+@pytest.mark.parametrize("border", [0, 40, 72, 200])
+def test_sizes_are_tried_from_the_largest_down(border: int) -> None:
+    """A record's number has other last bits in passes of up to `border` rows. The more sizes, the fewer passes of each."""
+    sizes, passes = [32, 64, 80, 96], Counter[int]()
+
+    def numbers(batch: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+        passes[len(batch[0])] += 1
+        yield batch[0] + (1e-7 if len(batch[0]) <= border else 0.0)
+
+    probe = torch.zeros(1, 3), torch.zeros(1)
+    agree = agreeing(numbers, probe, sizes)
+    assert agree == (len(sizes) if border > 96 else sum(size > border for size in sizes))
+    passes[96] -= 1  # what the others are compared with
+    assert all(passes[size] * size * agree >= 300 for size in sizes[-agree:])
+    assert sum(passes.values()) < 20
 
 
 class Placed(nn.Module):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from dpulr.model.forward import Forward
 from dpulr.model.passes import Clean
 from dpulr.model.people import People
 from dpulr.model.rescue import each_alone
-from dpulr.model.row_sizes import Agree, RowSizes, rows_agree
+from dpulr.model.row_sizes import Agree, RowSizes, agreeing
 from dpulr.model.signals import Signal
 from dpulr.model.sites import Bases, PublicBases, Site, Space
 from dpulr.model.trials import other_weights
@@ -47,6 +48,14 @@ Public = TypeVar("Public")
 Batch = tuple[Any, Any]
 Gradients = list[dict[str, Tensor]]
 """For each site, a buffer per parameter."""
+
+
+class OnePiece(Gradients):
+    """Buffers that are views of one, `flat`, one after the other."""
+
+    def __init__(self, buffers: Gradients, flat: Tensor) -> None:
+        super().__init__(buffers)
+        self.flat = flat
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,10 @@ class FittedMechanism(ABC, Generic[Public]):
         """Whether it is known how many rows passes may have."""
         return self.rows is None or self.forward.recordwise or self.rows.settled
 
+    def rows_known(self, records: int) -> int:
+        """How many rows a pass for so many records has; as many, as long as that is not known."""
+        return self.rows.of(records) if self.rows is not None and not self.forward.recordwise and self.rows.settled else records
+
     def settle_rows(self) -> str | None:
         """Before a step: see how many rows its passes may have. Tried once, on synthetic records. What a user should know of it."""
         if self.rows is None or self.rows_settled:
@@ -240,6 +253,8 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     """
 
     backward_to: Sequence[int] = ()
+    lifts_nothing: ClassVar[bool] = False
+    """Whether a release is the gradients, one after the other, but for votes behind them."""
     scales: Scales | None = None
     _own_votes: Tensor | float = 1.0
 
@@ -317,7 +332,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         if not each_alone([clean], one):
             self.forward.check_alive([0])
 
-    def _rows_agree(self, sizes: Sequence[int]) -> bool:
+    def _rows_agree(self, sizes: Sequence[int]) -> int:
         """Tried on synthetic records, with the same directions for each, and with weights that are not the model's own."""
         public = PublicBases(self.sites, torch.Generator().manual_seed(0), self.dtype, self.device).draw()
 
@@ -327,7 +342,7 @@ class SitewiseMechanism(FittedMechanism[Bases]):
             yield from self.numbers(clean, public, SameDirections(self.device, self.dtype))
 
         with other_weights(self.forward.parameters(), keep=1.0):
-            return rows_agree(numbers, self.forward.probe, sizes)
+            return agreeing(numbers, self.forward.probe, sizes)
 
     def numbers(self, clean: Clean, public: Bases, directions: Directions) -> Iterator[Tensor]:
         """All that is computed of each record of a clean pass before the sum, a row per record."""
@@ -340,8 +355,10 @@ class SitewiseMechanism(FittedMechanism[Bases]):
         return []
 
     def gradients(self, values: Tensor, public: Bases, into: Gradients) -> None:
-        mean = values.mul(1 / self.divisor).to(self.dtype)
-        self.lift(mean, public, into)
+        if self.lifts_nothing and isinstance(into, OnePiece):
+            write_multiple(values[: len(into.flat)], 1 / self.divisor, into.flat)
+        else:
+            self.lift(values.mul(1 / self.divisor).to(self.dtype), public, into)
         if self.scales is not None and self._votes:
             self.scales.follow(self.parts(values)[-1])
 
@@ -360,6 +377,14 @@ class SitewiseMechanism(FittedMechanism[Bases]):
     def parts(self, flat: Tensor) -> list[Tensor]:
         """The sites' parts of a release, and the votes about scales, if there are any."""
         return list(flat.split_with_sizes(self.part_sizes))
+
+
+def write_multiple(values: Tensor, factor: float, out: Tensor) -> None:
+    """factor * values, in float64, as `out` in its own type. numpy does both at once, without a second large vector."""
+    if values.is_cpu and out.dtype in (torch.float32, torch.float64):
+        np.multiply(values.numpy(), factor, out=out.numpy(), casting="same_kind")
+    else:
+        out.copy_(values.mul(factor))
 
 
 def noised(total: Tensor, noise: Tensor, noise_std: float, shares: int = 1) -> Tensor:

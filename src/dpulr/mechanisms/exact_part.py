@@ -21,7 +21,7 @@ from dpulr.model.passes import Clean
 from dpulr.model.people import People
 from dpulr.model.shared_sites import SharedSite
 from dpulr.model.signals import Signal
-from dpulr.model.sites import Site
+from dpulr.model.sites import Site, norms_of
 
 if TYPE_CHECKING:
     from dpulr.mechanisms.hidden_direction import HiddenDirection
@@ -39,8 +39,11 @@ class ExactPart:
         self.signals = [
             signals_of(site, calls, [next(slopes) for _ in calls]) for site, calls in zip(sites, self.calls, strict=True)
         ]
-        own = [_per_unit(*one, clean.people) for one in zip(sites, self.calls, self.signals, strict=True)]
-        self.signals, self.norms = [signals for signals, _ in own], torch.stack([norms for _, norms in own])
+        if clean.people is None and not any(isinstance(site, SharedSite) for site in sites):
+            self.norms = norms_of(sites, [calls[0] for calls in self.calls], [signals[0] for signals in self.signals])
+        else:
+            own = [_per_unit(*one, clean.people) for one in zip(sites, self.calls, self.signals, strict=True)]
+            self.signals, self.norms = [signals for signals, _ in own], torch.stack([norms for _, norms in own])
         self._clean, self._finite_norms_suffice = clean, all(site.rule.finite_gain_suffices for site in sites)
 
     def signals_times(self, scales: Tensor, places: Sequence[int]) -> Iterator[Signal]:

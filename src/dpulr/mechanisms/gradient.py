@@ -112,6 +112,8 @@ class Gradient(Mechanism):
 
 
 class FittedGradient(SitewiseMechanism):
+    lifts_nothing = True
+
     def __init__(self, settings: Gradient, forward: Forward, plan: Plan, *, memory_limit: int | None, seed: int) -> None:
         votes, std = settings.votes(forward.sites), plan.noise_multiplier * settings.unit
         super().__init__(forward, plan, noise_std=std, memory_limit=memory_limit, seed=seed, votes=votes)

@@ -34,7 +34,7 @@ from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move
 from dpulr.model.people import People
 from dpulr.model.signals import Signal
-from dpulr.model.sites import Bases, Site, Space
+from dpulr.model.sites import Bases, Site, Space, gains_of
 from dpulr.plan import Plan
 from dpulr.randomness import Directions
 
@@ -296,7 +296,7 @@ class FittedHiddenDirection(SitewiseMechanism):
 
     def _gains(self, calls: Sequence[Call], people: People | None) -> Tensor:
         """(hidden sites, records); a person's records have one, of all of them together."""
-        gains = torch.stack([self.sites[i].gains(calls[i]) for i in self.hidden])
+        gains = gains_of([self.sites[i] for i in self.hidden], [calls[i] for i in self.hidden])
         return gains if people is None else people.joint_norms(gains)
 
     def lift(self, mean: Tensor, public: Bases, into: Gradients) -> None:

@@ -32,7 +32,7 @@ from dpulr.model.forward import Forward
 from dpulr.model.moved_weights import BLOCK, Direction, Moved, put_back_later
 from dpulr.model.people import People
 from dpulr.model.rescue import not_too_few
-from dpulr.model.row_sizes import rows_agree
+from dpulr.model.row_sizes import agreeing
 from dpulr.model.sites import Site
 from dpulr.plan import Plan
 from dpulr.randomness import Directions, GaussianNoise, LaplaceNoise, RandomSource, public_seed
@@ -147,14 +147,14 @@ class FittedZerothOrder(FittedMechanism[Seeds]):
                 "no such numbers: leave out precision=."
             ) from problem
 
-    def _rows_agree(self, sizes: Sequence[int]) -> bool:
+    def _rows_agree(self, sizes: Sequence[int]) -> int:
         """Tried on synthetic records."""
 
         def numbers(batch: Batch) -> list[Tensor]:
             output, losses = self._run(self.direction(1), _TRIED, *batch)
             return [losses, *(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and len(leaf) == len(losses))]
 
-        return rows_agree(numbers, self.forward.probe, sizes)
+        return agreeing(numbers, self.forward.probe, sizes)
 
     @property
     def streams(self) -> list[list[int]]:

@@ -47,11 +47,35 @@ def followed_by(batch: Any, one: Any, times: int) -> Any:
     """The batch, and behind it so many copies of the only row of `one`."""
 
     def put(leaf: Any, own: Any) -> Any:
+        known, whole = getattr(leaf, _FOLLOWED, (None, leaf))
+        if known is own and len(whole) == len(leaf) + times:
+            return whole
         return torch.cat([leaf, own.expand(times, *own.shape[1:])]) if isinstance(leaf, Tensor) else leaf
 
     if _plain(batch):
         return tuple(map(put, batch, one))
     return pytree.tree_map(put, batch, one)
+
+
+_ROOM, _FOLLOWED = "_room_behind", "_followed_by"
+
+
+def with_room(buffer: Tensor, records: int) -> Tensor:
+    """The first rows of a buffer, which know that those behind them are free."""
+    first = buffer[:records]
+    setattr(first, _ROOM, buffer)
+    return first
+
+
+def fill_room(batch: Any, one: Any, times: int) -> None:
+    """Write what `followed_by` would add where the batch has room for it: then that need not copy the batch."""
+    if times > 0 and _plain(batch):
+        for leaf, own in zip(batch, one, strict=True):
+            buffer = getattr(leaf, _ROOM, leaf)
+            if len(buffer) >= len(leaf) + times:
+                whole = buffer[: len(leaf) + times]
+                whole[len(leaf) :] = own
+                setattr(leaf, _FOLLOWED, (own, whole))
 
 
 def tensors(batch: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from dpulr.model.batches import call_on_copy, count, rows, synthetic
 from dpulr.model.rescue import of_each
 from dpulr.model.row_independence import check_rows
-from dpulr.model.row_sizes import rows_agree
+from dpulr.model.row_sizes import agreeing
 from dpulr.model.value_reads import Seen, observe
 
 SIZES = (64, 32, 16)
@@ -37,7 +37,7 @@ class EachRecord:
         self._scratch = check_rows(module, row_sums, example, device, seen=seen, largest=SIZES[0], trained=False)
         self.nobody = synthetic(example, 1, torch.Generator().manual_seed(0), device)
         sizes = [size for size in SIZES if size * seen.bytes <= _ROOM] if seen.reads is None else []
-        self.size = next((size for size in sizes if rows_agree(self._tensors, self.nobody, [size])), 1)
+        self.size = next((size for size in sizes if agreeing(self._tensors, self.nobody, [size])), 1)
 
     def outputs(self, batch: tuple[Any, Any]) -> Any:
         """What the module gives. What it writes into itself is put back."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpulr.model.batches import call_on_copy, copied, count, row, rows, tensors
+from dpulr.model.batches import call_on_copy, copied, count, fill_room, row, rows, tensors
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.layers import Call
 from dpulr.model.passes import Clean, Move, Passes, Shift
@@ -78,6 +78,10 @@ class Forward:
         finally:
             for module, training in changed:
                 module.training = not training
+
+    def fill_room(self, batch: tuple[Any, Any], rows: int) -> None:
+        """Fill a batch that has room up to so many rows now, while nobody else has it: `clean` then need not copy it."""
+        fill_room(batch, self._nobody, rows - count(batch[1]))
 
     def clean(
         self,

@@ -9,6 +9,7 @@ in whatever place they are put, and in every size.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +21,6 @@ from torch.utils import _pytree as pytree
 from dpulr.model.batches import choose, row, synthetic
 from dpulr.model.equal_rows import EqualRows
 from dpulr.model.trials import SEED
-from dpulr.search import last_true
 
 _COMPARED = 300
 _FEWEST = 16
@@ -28,8 +28,8 @@ _FEWEST = 16
 _SPREAD = 4.0
 _COARSER = 4
 _RUNGS = 8
-Agree = Callable[[Sequence[int]], bool]
-"""Whether the rows of one record agree to the last bit in all places of passes of all these sizes."""
+Agree = Callable[[Sequence[int]], int]
+"""How many of these sizes, from the largest down, agree: the rows of one record to the last bit, in all places of their passes."""
 
 
 class RowSizes:
@@ -74,16 +74,20 @@ class RowSizes:
     def _found(self, expected: float) -> list[int]:
         unit = max(_FEWEST, 2 ** round(math.log2(expected) / 2))
         fine, *coarser = [self._multiples(unit << i, expected) for i in range(_COARSER)]
-        agrees = self._agree(fine)
-        found = fine if agrees else self._upper(fine)
-        if len(found) < 2 and not agrees:
-            found = next((sizes for sizes in coarser if sizes == found or self._agree(sizes)), found or self._upper(coarser[-1]))
+        found = self._upper(fine)
+        if len(found) < min(2, len(fine)):
+            tried = []
+            for sizes in coarser:
+                tried = self._upper(sizes)
+                if len(tried) == len(sizes):
+                    break
+            found = tried if len(tried) == len(sizes) else found or tried
         self.alone = not found
         return found or [min(_FEWEST, self._most)]
 
     def _upper(self, sizes: list[int]) -> list[int]:
-        """Of sizes that do not all agree, the largest that do: matrix products may change their ways at some number of rows."""
-        return sizes[-last_true(lambda n: self._agree(sizes[-n:]), 1, len(sizes)) :] if self._agree(sizes[-1:]) else []
+        """The largest that agree: matrix products may change their ways at some number of rows."""
+        return sizes[len(sizes) - self._agree(sizes) :]
 
     def _multiples(self, unit: int, expected: float) -> list[int]:
         """Multiples of `unit` that nearly all batches lie between; where memory is short, a ladder up to the most that fits."""
@@ -98,8 +102,9 @@ class RowSizes:
         return list(range(top, 0, -step))[::-1]
 
 
-def rows_agree(numbers: Callable[[Any], Iterable[Tensor]], probe: Any, sizes: Sequence[int]) -> bool:
-    """Whether `numbers` of a batch, a row per record, are the same to the last bit for a record in any place of all sizes.
+def agreeing(numbers: Callable[[Any], Iterable[Tensor]], probe: Any, sizes: Sequence[int]) -> int:
+    """How many of `sizes`, from the largest down, agree: `numbers` of a batch, a row per record, are the same to the last bit for a
+    record in any place of them.
 
     Synthetic records, shaped like those of `probe`, are put into places at random: in every size at least once, in small ones more
     often, so that some hundred places are compared. (Few rows differ where rows differ at all: the last ones, or every second.)
@@ -111,17 +116,25 @@ def rows_agree(numbers: Callable[[Any], Iterable[Tensor]], probe: Any, sizes: Se
     def found(chosen: Tensor) -> list[Tensor]:
         return [_digests(values) for values in numbers(choose(some, chosen))]
 
+    def same(size: int) -> bool:
+        chosen = torch.randperm(max(sizes), generator=generator)[:size].to(device)
+        with EqualRows(size, public=True) if seen.calls else nullcontext():  # watching takes as long as the pass
+            own = found(chosen)
+        return len(own) == len(first) and all(torch.equal(a, b[chosen]) for a, b in zip(own, first, strict=True))
+
     with torch.inference_mode(), torch.random.fork_rng():
         with EqualRows(max(sizes), public=True) as seen:
             first = found(torch.arange(max(sizes), device=device))
-        for size in sizes:
-            for _ in range(-(-_COMPARED // (size * len(sizes)))):
-                chosen = torch.randperm(max(sizes), generator=generator)[:size].to(device)
-                with EqualRows(size, public=True) if seen.calls else nullcontext():  # watching takes as long as the pass
-                    own = found(chosen)
-                if len(own) != len(first) or not all(torch.equal(a, b[chosen]) for a, b in zip(own, first, strict=True)):
-                    return False
-    return True
+        tried, agree, before = Counter[int](), len(sizes), -1
+        while agree != before:  # the fewer sizes are left, the more often each is tried
+            before, agree = agree, 0
+            for size in reversed(sizes[len(sizes) - before :]):
+                while tried[size] * size * before < _COMPARED and same(size):
+                    tried[size] += 1
+                if tried[size] * size * before < _COMPARED:
+                    break
+                agree += 1
+    return agree
 
 
 def _digests(values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from dpulr.errors import ModelRefused
 from dpulr.model.layers import Call, LayerRule, rule_for
 from dpulr.model.layers.base import numel
 from dpulr.model.trained_layers import Layer
-from dpulr.norms import flat_norm
+from dpulr.norms import flat_norm, safe_row_norms
 
 Space = Literal["auto", "output", "weight", "known-output"]
 """Where noise goes in. "auto": the smaller space; "known-output": the output wherever a layer has a rule for it."""
@@ -139,6 +139,10 @@ class Site(ABC):
     def gains(self, call: Call) -> Tensor:
         """For each record a bound on how much longer than its signal its gradient can be."""
 
+    def rows_of_gain(self, call: Call) -> tuple[Tensor, float] | None:
+        """What lengths the gains, and with them the norms, are; None where it is not so simple (`LayerRule.rows_of_gain`)."""
+        return None
+
     @abstractmethod
     def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, exact: bool = False) -> None:
         """Add sum_i scale_i * gradient_i to the site's part of the release. A record that is not finite adds nothing.
@@ -208,6 +212,9 @@ class OutputSite(Site):
 
     def gains(self, call: Call) -> Tensor:
         return self.rule.gains(call)
+
+    def rows_of_gain(self, call: Call) -> tuple[Tensor, float] | None:
+        return self.rule.rows_of_gain(call)
 
     def add(self, call: Call, signal: Tensor, scale: Tensor, part: Tensor, *, finite: bool = False, exact: bool = False) -> None:
         scaled = _scaled(signal, scale, exact)
@@ -285,6 +292,33 @@ class WeightSite(Site):
 def _scaled(signal: Tensor, scale: Tensor, exact: bool) -> Tensor:
     """A long vector that cancels with others must not be rounded before it does."""
     return signal.double() * scale.double().unsqueeze(1) if exact else signal * scale.unsqueeze(1)
+
+
+# --- several sites together: the same numbers by fewer operations ---------------------------------------------------------
+def gains_of(sites: Sequence[Site], calls: Sequence[Call]) -> Tensor:
+    """(sites, records)."""
+    rows = [site.rows_of_gain(call) for site, call in zip(sites, calls, strict=True)]
+    known = [row for row in rows if row is not None]
+    if len(known) < len(rows):
+        return torch.stack([site.gains(call) for site, call in zip(sites, calls, strict=True)])
+    return _with_constants(safe_row_norms([x for x, _ in known]), [constant for _, constant in known])
+
+
+def norms_of(sites: Sequence[Site], calls: Sequence[Call], signals: Sequence[Tensor]) -> Tensor:
+    """(sites, records): norms of the gradients that these signals stand for."""
+    rows = [site.rows_of_gain(call) for site, call in zip(sites, calls, strict=True)]
+    known = [row for row in rows if row is not None]
+    if len(known) < len(rows):
+        return torch.stack([site.norms(call, signal) for site, call, signal in zip(sites, calls, signals, strict=True)])
+    lengths = safe_row_norms([*(x for x, _ in known), *signals])
+    gains = _with_constants(lengths[: len(known)], [constant for _, constant in known])
+    return (gains.double() * lengths[len(known) :]).to(lengths.dtype)
+
+
+def _with_constants(lengths: Tensor, constants: Sequence[float]) -> Tensor:
+    if len(set(constants)) == 1:  # the usual case, quicker
+        return torch.hypot(lengths, lengths.new_full((), constants[0])) if constants[0] else lengths
+    return torch.hypot(lengths, lengths.new_tensor(constants).unsqueeze(1))
 
 
 Bases = list[Tensor | None]

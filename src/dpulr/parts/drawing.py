@@ -11,7 +11,7 @@ import numpy as np
 from dpulr.distributed.ranks import Alone
 from dpulr.errors import StepError
 from dpulr.membership import Membership
-from dpulr.model.batches import handed_out
+from dpulr.model.batches import count, handed_out
 from dpulr.model.forward import Forward
 from dpulr.model.people import People
 from dpulr.parts.account import Account
@@ -33,9 +33,11 @@ class Drawing:
         ranks: Alone,
         source: RandomSource,
         forward: Forward,
+        rows_of: Callable[[int], int],
     ) -> None:
+        """`rows_of`: how many rows a pass for so many records will have."""
         self.records, self._membership = records, membership
-        self._account, self._ranks, self._forward = account, ranks, forward
+        self._account, self._ranks, self._forward, self._rows_of = account, ranks, forward, rows_of
         self._sampler, self._rng = account.plan.sampler(), ranks.batch_stream(source)
         self._reading = source.reading_randomness
         self._reads_ahead = any(ranks.gathered(records.read_ahead))  # then all do: each charge is a meeting of all ranks
@@ -60,6 +62,7 @@ class Drawing:
                 waiting, self._ahead = self._ahead or self._drawn(), None
                 with self._reading() if self.records.runs_user_code else nullcontext():
                     batch, rows = waiting()
+                self._forward.fill_room(batch, self._rows_of(count(batch[1])))
                 self._own, self._current = (batch, self._people_in(rows)), handed_out(batch)
                 if self._reads_ahead and self._account.ledger.steps < end:
                     self._ahead = self._drawn()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
-from dpulr.mechanisms.base import FittedMechanism, Gradients
+import torch
+from torch import Tensor, nn
+
+from dpulr.mechanisms.base import FittedMechanism, Gradients, OnePiece
 from dpulr.model.forward import Forward
 
 
@@ -24,10 +26,7 @@ class Updates:
         """For the gradients of these sites: where there are several groups, each has buffers for its own turn only."""
         if len(self.groups) > 1 or not self._gradients:
             with torch.inference_mode(False):  # what becomes .grad is a plain tensor
-                self._gradients = [
-                    {name: torch.zeros_like(p) for name, p in site.parameters.items()} if i in group else {}
-                    for i, site in enumerate(self._sites)
-                ]
+                self._gradients = _buffers([site.parameters if i in group else {} for i, site in enumerate(self._sites)])
         return self._gradients
 
     def assign(self, group: list[int], optimizer: torch.optim.Optimizer) -> None:
@@ -41,3 +40,14 @@ class Updates:
         for parameters in optimizer.param_groups:
             for parameter in parameters["params"]:
                 parameter.grad = found.get(id(parameter))
+
+
+def _buffers(sites: Sequence[dict[str, nn.Parameter]]) -> Gradients:
+    """Zeros for each parameter; in one piece, where all are plain and of one type."""
+    parameters = [p for site in sites for p in site.values()]
+    if len({(p.dtype, p.device) for p in parameters}) != 1 or not all(p.is_contiguous() for p in parameters):
+        return [{name: torch.zeros_like(p) for name, p in site.items()} for site in sites]
+    sizes = [p.numel() for p in parameters]
+    flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+    views = iter(flat.split_with_sizes(sizes))
+    return OnePiece([{name: next(views).view(p.shape) for name, p in site.items()} for site in sites], flat)

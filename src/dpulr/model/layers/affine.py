@@ -125,6 +125,12 @@ class LinearRule(AffineRule):
         x = call.input
         return self._with_bias(safe_row_norm(x), 1) if self._one_position(x) else super().gains(call)
 
+    def rows_of_gain(self, call: Call) -> tuple[Tensor, float] | None:
+        own = type(self)
+        if own.gains is not LinearRule.gains or own.norms is not LinearRule.norms or not self._one_position(call.input):
+            return None  # a subclass may know better
+        return call.input, float("bias" in self.parameters)
+
     def norms(self, call: Call, signal: Tensor) -> Tensor:
         """Of one position: |x| |u|."""
         x = call.input

@@ -83,11 +83,12 @@ class Call:
 
 def without_history(values: Any) -> Any:
     """The same values, of which autograd remembers nothing. What layers usually get and give takes no slow walk by pytree."""
-    if isinstance(values, Tensor):
-        return values.detach()
-    if type(values) in (tuple, list):
-        return type(values)(map(without_history, values))
-    if type(values) is dict:
+    kind = type(values)
+    if kind is Tensor:
+        return values.detach() if values.requires_grad else values
+    if kind is tuple or kind is list:
+        return kind(map(without_history, values))
+    if kind is dict:
         return {key: without_history(value) for key, value in values.items()}
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, values)
 
@@ -204,6 +205,11 @@ class LayerRule:
     def gains(self, call: Call) -> Tensor:
         """For each record an upper bound of ||J_i||: how much longer than its signal its gradient can be."""
         raise TypeError(f"{type(self.module).__name__} has no output space")
+
+    def rows_of_gain(self, call: Call) -> tuple[Tensor, float] | None:
+        """(records, width) and a number: the length of a row with that number behind it is the gain, and a gradient is as long as
+        gain times signal. None: there is more to it. Those of several layers are computed together."""
+        return None
 
     def factor(self, call: Call) -> Tensor:
         """What a signal is multiplied with to become a gradient, one row per record."""
