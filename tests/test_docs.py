@@ -190,6 +190,17 @@ def test_the_readme_quotes_the_results() -> None:
         assert any(all(abs(float(q) - float(r)) <= 0.0501 for q, r in zip(pair, row, strict=True)) for row in rows), pair
 
 
+def test_the_readme_quotes_the_speed() -> None:
+    """Its sentence is that of the rows of docs/performance.md."""
+    found = re.search(r"takes ([\d.]+) to ([\d.]+) times as long as plain SGD,\s+([\d.]+) times", (ROOT / "README.md").read_text())
+    assert found is not None
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| mlp, batch \d+ \| hidden-direction, K = 1 \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    plain, ghost = zip(*[(float(a), float(b)) for a, b in rows], strict=True)
+    assert (min(plain), max(plain)) == (float(found[1]), float(found[2]))
+    assert {round(ratio, 1) for ratio in ghost} == {float(found[3])}
+
+
 def test_the_tests_that_a_page_names_exist() -> None:
     there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for page in PAGES:

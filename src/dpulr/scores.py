@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,15 +44,15 @@ class Scores:
         """The single numbers, under the names that results of runs have for them."""
         return {f"test_{name}": getattr(self, name) for name in ("accuracy", "loss", "brier", "calibration_error")}
 
-    def classes(self) -> list[dict[str, float | int | None]]:
-        """Per class: number of records, recall, precision (None where nothing can be said)."""
+    def classes(self, names: Sequence[str] | None = None) -> list[dict[str, str | float | int | None]]:
+        """Per class: its number or name, number of records, recall, precision (None where nothing can be said)."""
         table = np.array(self.confusion)
-        rows: list[dict[str, float | int | None]] = []
+        rows: list[dict[str, str | float | int | None]] = []
         for i, (of_class, given) in enumerate(zip(table.sum(1), table.sum(0), strict=True)):
             hits = int(table[i, i])
             recall = hits / int(of_class) if of_class else None
             precision = hits / int(given) if given else None
-            rows.append({"class": i, "records": int(of_class), "recall": recall, "precision": precision})
+            rows.append({"class": names[i] if names else i, "records": int(of_class), "recall": recall, "precision": precision})
         return rows
 
 

@@ -192,6 +192,8 @@ def test_a_table_is_trained_on(job: tuple[Path, list[Any]], run_cli: Callable[..
     result = json.loads(ended.out.splitlines()[-1])
     assert result["test_accuracy"] > 0.85
     assert (result["guarantee"], result["mechanism"]) == ("certified", "gradient")
+    assert [row["class"] for row in json.loads((folder / "run" / "result.json").read_text())["test_classes"]] == ["no", "yes"]
+    assert "    yes " in run_cli("evaluate", folder / "run").out
     planned = run_cli("plan", *command[1:], "--json")
     assert planned.code == 0, planned.err
     assert json.loads(planned.out)["noise_multiplier"] == result["noise_multiplier"]

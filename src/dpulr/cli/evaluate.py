@@ -18,17 +18,19 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with the confusion matrix.")] = False,
 ) -> None:
     """Accuracy, loss, calibration and a table by class, of the model in a run, on held-out data."""
-    from dpulr.runs.loading import load
+    from dpulr.runs.loading import class_names, load
 
     model = load(run)
     scores = model.score(dataset)
+    classes = scores.classes(class_names(model.settings))
     if as_json:
-        print(json.dumps({**asdict(scores), "temperature": model.temperature, "classes": scores.classes()}))
+        print(json.dumps({**asdict(scores), "temperature": model.temperature, "classes": classes}))
         return
-    print(f"{'class':>7} {'records':>8} {'recall':>8} {'precision':>10}")
-    for row in scores.classes():
+    width = max(7, *(len(str(row["class"])) for row in classes))
+    print(f"{'class':>{width}} {'records':>8} {'recall':>8} {'precision':>10}")
+    for row in classes:
         recall, precision = ("-" if row[key] is None else f"{row[key]:.2%}" for key in ("recall", "precision"))
-        print(f"{row['class']:>7} {row['records']:>8} {recall:>8} {precision:>10}")
+        print(f"{row['class']:>{width}} {row['records']:>8} {recall:>8} {precision:>10}")
     print(
         f"accuracy {scores.accuracy:.2%}   loss {scores.loss:.4f}   Brier score {scores.brier:.4f}   "
         f"expected calibration error {scores.calibration_error:.4f}"

@@ -11,7 +11,7 @@ from dpulr.accounting import Ledger
 from dpulr.errors import DataError, InvalidArgument, UsageError
 from dpulr.model.losses import LossFunction, zero_one
 from dpulr.private_scores import HeldOut
-from dpulr.runs.loading import is_table, table_schema, users_function
+from dpulr.runs.loading import class_names, is_table, table_schema, users_function
 from dpulr.runs.settings import Settings
 from dpulr.scores import mean_loss, score
 
@@ -57,7 +57,7 @@ def make_evaluation(settings: Settings, test: Any, ledger: Ledger | None = None)
         if settings.unit is not None:
             raise UsageError("--evaluation-epsilon protects records, and with --unit a person may have several: leave it out.")
         return _Noisy(test, settings.evaluation_epsilon, settings.evaluations, ledger)
-    return _Public(test, make_loss(settings))
+    return _Public(test, make_loss(settings), class_names(settings))
 
 
 class _Never:
@@ -73,8 +73,8 @@ class _Never:
 class _Public:
     """Accuracy, loss and calibration; for losses that are not of classes their mean alone."""
 
-    def __init__(self, test: Any, loss: LossFunction) -> None:
-        self._test, self._loss = test, loss
+    def __init__(self, test: Any, loss: LossFunction, names: list[str]) -> None:
+        self._test, self._loss, self._names = test, loss, names
 
     def check(self, model: nn.Module) -> None:
         """A test part that can't be evaluated must fail before the first charge, not after it."""
@@ -92,7 +92,7 @@ class _Public:
 
     def details(self, model: nn.Module) -> dict[str, Any]:
         """Class by class."""
-        return {"test_classes": score(model, self._test).classes()} if self._of_classes() else {}
+        return {"test_classes": score(model, self._test).classes(self._names)} if self._of_classes() else {}
 
     def _of_classes(self) -> bool:
         return isinstance(self._loss, nn.CrossEntropyLoss) or self._loss is zero_one

@@ -79,6 +79,13 @@ def table_schema(settings: Settings) -> TableSchema:
     return TableSchema.read(settings.schema, settings.label)
 
 
+def class_names(settings: Settings) -> list[str]:
+    """What the classes are called, where the settings say so."""
+    if settings.text is not None:
+        return _labels(settings)
+    return list(table_schema(settings).target.categories) if is_table(settings) else []
+
+
 def _texts(settings: Settings) -> tuple[Any, Any]:
     if not _is_file(settings) or settings.label is None or not settings.model.startswith(_HF):
         raise UsageError("--text needs --dataset csv:FILE (or parquet:FILE), --label COLUMN and --model hf:FOLDER.")
