@@ -93,7 +93,7 @@ def speed(timed: dict[str, Any]) -> str:
         one = next(row["seconds"] for row in measured if row["ranks"] == 1)
         for row in measured:
             waiting = f"{row['communication'] / row['seconds']:.1%}"
-            cores = f"{row['ranks'] * row['processor'] / row['seconds']:.2f}"
+            cores = f"{row['ranks'] * row['processor'] / row['seconds']:.2f}" if "processor" in row else "not counted"
             rows.append([job, f"{row['ranks']}", f"{1 / row['seconds']:.3g}", f"{one / row['seconds']:.2f}", cores, waiting])
     return table(["job", "processes", "steps per second", "times one process", "cores computing", "communication, waiting"], rows)
 

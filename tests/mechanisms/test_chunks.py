@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,3 +157,30 @@ def test_resident_memory_agrees(name: str, request: pytest.FixtureRequest) -> No
     command, where = [sys.executable, "-W", "ignore", "-c", program], request.config.rootpath
     found = subprocess.run(command, cwd=where, env=os.environ | FREED_AT_ONCE, capture_output=True, text=True, check=True)
     assert 1 < float(found.stdout) < 48, found.stdout
+
+
+KEPT = """
+import resource, torch
+from dpulr.mechanisms.chunks import keep_freed
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        blocks = [torch.ones(5 * 2**20) for _ in range(4)]  # 20 MiB each
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first = [faults() for _ in range(3)][-1]
+keep_freed(2**27)
+print(first, [faults() for _ in range(3)][-1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not platform.libc_ver()[0], reason="glibc alone")
+def test_what_a_pass_has_freed_is_kept_unless_the_environment_says_otherwise() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", KEPT]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    for environment, kept in ((plain, True), (plain | FREED_AT_ONCE, False)):
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        first, then = map(int, found.stdout.split())
+        assert first > 100
+        assert (then < first / 10) is kept

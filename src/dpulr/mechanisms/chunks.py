@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +37,8 @@ class Chunks:
                 f"{fixed + self._record_bytes}."
             )
         self.room = max(2 * _FAST, 4 * self._record_bytes) if memory_limit is None else memory_limit - fixed
+        if forward.device.type == "cpu":
+            keep_freed(min(self.room, 4 * _FAST))
 
     @property
     def most(self) -> int:
@@ -65,3 +70,24 @@ class Chunks:
             part = min(most, repeats)
             yield part
             repeats -= part
+
+
+def keep_freed(most: int) -> None:
+    """Have glibc keep up to so many bytes of what one pass has freed for the next.
+
+    By itself it gives blocks of megabytes back to the system, which has to make their pages, and to clear them, for every pass
+    again. What the environment says of that (MALLOC_..._) stays.
+    """
+    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if sys.platform != "linux" or chosen or most <= _kept[0]:
+        return
+    _kept[0] = most
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK)
+        mallopt(_TRIM_THRESHOLD, most)
+
+
+_kept = [0]
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_BLOCK = 32 * 2**20
