@@ -86,7 +86,7 @@ def test_a_search_releases_the_best_run_and_forgets_the_others(tmp_path: Path, p
     assert result["run_epsilon"] == pytest.approx(plan.cost.run)
     assert 0.6 < result["score"] < 1.1
     assert result["test_accuracy"] > 0.6
-    assert "one record that was trained on, or held out to score runs" in result["statement"]
+    assert "or held out to score runs, while the other of the two parts stays as it is" in result["statement"]
     assert not private.exists()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock",

@@ -234,7 +234,8 @@ def _release(folder: Path, runs: int) -> dict[str, Any]:
 def statement(search: Search, cost: SearchCost) -> str:
     """What is promised, as a sentence."""
     unit = "person with all of their records" if search.base.unit is not None else "record"
-    where = "that was trained on, or held out to score runs" if cost.score_noise is not None else "that was trained on"
+    held_out = "that was trained on, or held out to score runs, while the other of the two parts stays as it is"
+    where = held_out if cost.score_noise is not None else "that was trained on"
     return (
         f"(epsilon, delta)-differential privacy with epsilon = {up(cost.total)} and delta = {cost.delta:g}, for adding or removing "
         f"one {unit} {where}: of the released model, its settings and its score together. They are the best of a random number of "
