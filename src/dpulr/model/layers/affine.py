@@ -157,13 +157,14 @@ class LinearRule(AffineRule):
             super().add_in_parts(call, signal, into, together)
             return
         weight, x, start = into["weight"], call.input, 0
-        whole = len(signal) // together
+        records = signal.shape[0]
+        whole = records // together
         if 1 < whole <= _PRODUCTS_AT_ONCE // weight.numel():
             start = whole * together
             left, right = (rows[:start].reshape(whole, together, -1) for rows in (signal, x))
             weight += torch.bmm(left.transpose(1, 2), right).sum(0, dtype=weight.dtype)
         total = torch.empty_like(weight, dtype=signal.dtype)
-        for i in range(start, len(signal), together):
+        for i in range(start, records, together):
             weight += torch.mm(signal[i : i + together].t(), x[i : i + together], out=total)
         if "bias" in into:
             into["bias"] += signal.sum(0, dtype=torch.float64)
