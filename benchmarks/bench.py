@@ -26,6 +26,7 @@ from torch import nn
 import dpulr
 from benchmarks import results
 from benchmarks.peers import Step, cifar_like, exponent, mnist_like, ours, peers, plain
+from benchmarks.start import MODELS
 from reproduction import ROOT
 from reproduction.pages import table
 
@@ -170,15 +171,18 @@ def growth(rounds: int, least: float) -> dict[str, dict[str, Any]]:
     return curves
 
 
-def start_up() -> dict[str, float]:
+def start_up() -> dict[str, Any]:
     """Seconds from `import torch` done to the first step done, in a new process; and the share of a step that sampling takes."""
     from dpulr.sampling import PoissonSampling
 
-    first = statistics.median(float(_other_process("benchmarks.start")) for _ in range(3))
+    first = {}
+    for name in MODELS:
+        runs = [[float(value) for value in _other_process("benchmarks.start", name).split()] for _ in range(3)]
+        first[name] = dict(zip(("seconds", "optimizer"), map(statistics.median, zip(*runs, strict=True)), strict=True))
     sampler, rng = PoissonSampling(500 / 60_000, 0), np.random.default_rng()
     step = ours(dpulr.HiddenDirection(repeats=1))(dpulr.models.mlp(seed=0), mnist_like(), 500)
     times = measure({"sampling": lambda: (sampler.draw(60_000, rng), None)[1], "step": step}, 5, 0.2)
-    return {"first_step_seconds": first, "sampling_share": times["sampling"] / times["step"]}
+    return {"first_step": first, "sampling_share": times["sampling"] / times["step"]}
 
 
 def _other_process(module: str, *arguments: str) -> str:
@@ -194,9 +198,13 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", choices=list(cases()), help="measure these alone, into the results that are there")
     parser.add_argument("--memory", action="store_true", help="measure memory alone, into the results that are there")
+    parser.add_argument("--start", action="store_true", help="measure first steps alone, into the results that are there")
     options = parser.parse_args()
     if options.memory:
         results.update(memory=memory())
+        return
+    if options.start:
+        results.update(start=start_up())
         return
     rounds, least = (3, 0.15) if options.quick else (7, 0.3)
     times = {}

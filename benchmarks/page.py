@@ -24,10 +24,23 @@ def parts() -> dict[str, str]:
         "steps": steps(found["seconds_a_step"]),
         "memory": memory(found["memory"]),
         "depth": depth(found["growth"]["layers"]),
-        "start": f"First step {start['first_step_seconds']:.2f} s after torch is imported; sampling takes "
-        f"{start['sampling_share']:.1%} of a step (60,000 records, batches of 500).",
+        "start": starts(start),
         "shares": shares(found["hidden_step"]),
     }
+
+
+def starts(found: dict[str, Any]) -> str:
+    """The first step of each model, and what of it torch takes to make an optimizer."""
+    first = found.get("first_step") or {"mnist": {"seconds": found["first_step_seconds"]}}  # older results have one model
+    text = (
+        f"First step {first['mnist']['seconds']:.2f} s after torch is imported; sampling takes {found['sampling_share']:.1%} of a "
+        "step (60,000 records, batches of 500)."
+    )
+    if len(first) == 1:
+        return text
+    names = {"mnist": "MLP on MNIST, noise given", "mlp": "2 layers", "resnet5": "ResNet-5", "deep": "16 layers of width 20"}
+    rows = [[names[name], f"{own['seconds']:.2f}", f"{own['optimizer']:.2f}"] for name, own in first.items()]
+    return f"{text}\n\n{table(['model', 'first step, s', 'of it torch makes the optimizer, s'], rows)}"
 
 
 def paper_cost() -> str:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from dpulr.data import ArrayDataset
 from dpulr.errors import DataError
+from dpulr.model.batches import fill_room, followed_by
 from dpulr.records import Records
 from dpulr.schema import Leaf, Schema
 from tests.support.core import CPU, engine
@@ -537,3 +538,28 @@ def test_words_in_a_given_schema_are_constants() -> None:
     inputs, _ = every(Items(items), schema=({"x": 0.0, "mode": "fast"}, 0))
     assert inputs["mode"] == "fast"
     assert inputs["x"].tolist() == [1, 3]
+
+
+# --- room behind a batch --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [TensorDataset, ArrayDataset])
+def test_what_fills_a_pass_up_is_written_behind_a_batch_and_not_into_the_data_set(kind: Any) -> None:
+    x, y = torch.randn(50, 3), torch.arange(50)
+    before = x.clone(), y.clone()
+    batch = Records(kind(x, y) if kind is TensorDataset else kind(x.numpy(), y.numpy()), CPU).take(np.arange(5, 15))
+    nobody = torch.full((1, 3), 7.0), torch.tensor([9])
+    fill_room(batch, nobody, 6)
+    for times in (6, 3):  # another number is copied
+        whole = followed_by(batch, nobody, times)
+        assert (whole[0].data_ptr() == batch[0].data_ptr()) == (times == 6)
+        for part, own, filler in zip(whole, batch, nobody, strict=True):
+            assert torch.equal(part, torch.cat([own, *[filler] * times]))
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+
+
+def test_a_batch_without_room_is_copied() -> None:
+    whole = torch.arange(12.0).view(6, 2)
+    batch, nobody = (whole[:2], torch.zeros(2)), (torch.ones(1, 2), torch.ones(1))
+    fill_room(batch, nobody, 3)
+    assert followed_by(batch, nobody, 3)[0].data_ptr() != whole.data_ptr()
+    assert torch.equal(whole, torch.arange(12.0).view(6, 2))

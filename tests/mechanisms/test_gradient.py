@@ -13,8 +13,9 @@ from torch.func import functional_call, grad
 
 import dpulr
 from dpulr.errors import InvalidArgument, ModelRefused
-from dpulr.mechanisms.base import WITH_MARGIN
+from dpulr.mechanisms.base import WITH_MARGIN, OnePiece
 from dpulr.model.prepare import prepare
+from dpulr.parts.updates import buffers_for
 from dpulr.plan import Request
 from dpulr.randomness import RandomSource
 from tests.support.core import LOSS, engine, train
@@ -181,6 +182,23 @@ def test_the_sum_is_that_of_gradients_clipped_one_by_one(name: str, method: str,
             wanted = own[f"{site.name}.{key}" if site.name else key]
             expected = torch.tensordot(scale, wanted, 1) / RECORDS
             torch.testing.assert_close(view, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("bound", [1.0, "adaptive"])
+@pytest.mark.parametrize("name", ["mlp", "residual"])
+def test_gradients_are_the_same_in_one_piece(name: str, bound: Any) -> None:
+    mechanism, _ = fitted(name, dpulr.Gradient(max_grad_norm=bound))
+    values = torch.randn(mechanism.size, dtype=torch.float64)
+    apart = [{key: torch.zeros_like(p) for key, p in site.parameters.items()} for site in mechanism.sites]
+    together = buffers_for([site.parameters for site in mechanism.sites])
+    assert isinstance(together, OnePiece)
+    with torch.inference_mode():
+        mechanism.gradients(values, mechanism.draw_public(0), together)
+        mechanism.gradients(values, mechanism.draw_public(0), apart)
+    for one, other in zip(together, apart, strict=True):
+        for key, gradient in other.items():
+            assert torch.equal(one[key], gradient)
+    assert bool(together.flat.abs().sum() > 0)
 
 
 @pytest.mark.parametrize("clipping", ["joint", "per-layer", "normalised"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpulr.model.layers import Call
-from dpulr.model.sites import Site, make_site
+from dpulr.model.sites import Site, gains_of, make_site, norms_of
 from dpulr.model.trained_layers import Layer
 from dpulr.norms import row_norm, safe_row_norm
 
@@ -62,3 +62,27 @@ def test_a_clipped_signal_of_such_a_record_is_within_the_bound() -> None:
         part = torch.zeros(site.size, dtype=torch.float64)
         site.add(call, signal, 1 / site.norms(call, signal), part)
     assert part.norm().item() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("odd", [1.0, 0.0, 1e-30, 1e25, float("inf"), float("nan")])
+@pytest.mark.parametrize("others", ["linear", "convolution"])
+def test_lengths_of_several_layers_together_are_those_of_each(odd: float, others: str) -> None:
+    """To the last bit, and whatever one record is. A convolution has no rows of gain: then each layer is asked."""
+    torch.manual_seed(0)
+    x, u = torch.randn(6, 200), torch.randn(6, 10)
+    x[2] *= odd
+    u[3] *= odd
+    layers: list[tuple[nn.Module, Tensor, Tensor]] = [(nn.Linear(200, 10), x, u), (nn.Linear(200, 10, bias=False), 3 * x, -u)]
+    if others == "convolution":
+        layers.append((nn.Conv1d(2, 2, 5), x.view(6, 2, 100), torch.randn(6, 192)))
+    sites, calls = [], []
+    for module, inputs, _ in layers:
+        output = module(inputs).detach()
+        sites.append(make_site(Layer("layer", module, dict(module.named_parameters())), output.shape[1:], "output"))
+        calls.append(Call((inputs,), {}, output))
+    signals = [signal for _, _, signal in layers]
+    with torch.inference_mode():
+        gains, norms = gains_of(sites, calls), norms_of(sites, calls, signals)
+        for i, (site, call, signal) in enumerate(zip(sites, calls, signals, strict=True)):
+            torch.testing.assert_close(gains[i], site.gains(call), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(norms[i], site.norms(call, signal), rtol=0, atol=0, equal_nan=True)

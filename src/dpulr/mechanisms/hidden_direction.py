@@ -331,7 +331,8 @@ class FittedHiddenDirection(SitewiseMechanism):
                 b = self.bits(self.difference(clean, groups, z, public), units, people)
                 if below is not None and self._votes and not sums:
                     below[groups] = b[:, 0].abs() < 1
-                b.div_(self.settings.count)
+                if self.settings.count > 1:
+                    b.div_(self.settings.count)
                 found = [weighted(factors, draws) for factors, draws in zip(b, z, strict=True)]
                 sums = [total.add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
             yield from sums

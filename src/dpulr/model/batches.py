@@ -47,10 +47,12 @@ def followed_by(batch: Any, one: Any, times: int) -> Any:
     """The batch, and behind it so many copies of the only row of `one`."""
 
     def put(leaf: Any, own: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
         known, whole = getattr(leaf, _FOLLOWED, (None, leaf))
-        if known is own and len(whole) == len(leaf) + times:
+        if known is own and whole.shape[0] == leaf.shape[0] + times:
             return whole
-        return torch.cat([leaf, own.expand(times, *own.shape[1:])]) if isinstance(leaf, Tensor) else leaf
+        return torch.cat([leaf, own.expand(times, *own.shape[1:])])
 
     if _plain(batch):
         return tuple(map(put, batch, one))
@@ -72,9 +74,10 @@ def fill_room(batch: Any, one: Any, times: int) -> None:
     if times > 0 and _plain(batch):
         for leaf, own in zip(batch, one, strict=True):
             buffer = getattr(leaf, _ROOM, leaf)
-            if len(buffer) >= len(leaf) + times:
-                whole = buffer[: len(leaf) + times]
-                whole[len(leaf) :] = own
+            records = leaf.shape[0]
+            if buffer.shape[0] >= records + times:
+                whole = buffer[: records + times]
+                whole[records:] = own
                 setattr(leaf, _FOLLOWED, (own, whole))
 
 

@@ -52,7 +52,7 @@ class Watch:
         frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         self._watched = [(parameter, True) for parameter in parameters] + [(parameter, False) for parameter in frozen]
-        self._views: list[tuple[torch.Size, Tensor] | None] = [None] * len(self._watched)
+        self._views: list[tuple[torch.Size, int, Tensor] | None] = [None] * len(self._watched)
         self._own, self._report = False, report
         self._seen = self._fingerprint()
         optimizer.register_step_pre_hook(self._before_step)
@@ -96,9 +96,10 @@ class Watch:
             found = []
             for i, (parameter, trained) in enumerate(self._watched):
                 place, known = parameter.data_ptr(), self._views[i]
-                if known is None or known[0] != parameter.shape or known[1].data_ptr() != place:  # kept while it lies where it lay
-                    known = self._views[i] = parameter.shape, _bits(parameter if trained else parameter.flatten()[:1])
-                found.append((parameter._version, place, int(known[1].sum())))
+                if known is None or known[0] != parameter.shape or known[1] != place:  # kept while it lies where it lay
+                    bits = _bits(parameter if trained else parameter.flatten()[:1])
+                    known = self._views[i] = parameter.shape, bits.data_ptr(), bits
+                found.append((parameter._version, place, int(known[2].sum())))
             return found
 
 

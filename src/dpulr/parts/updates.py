@@ -26,7 +26,7 @@ class Updates:
         """For the gradients of these sites: where there are several groups, each has buffers for its own turn only."""
         if len(self.groups) > 1 or not self._gradients:
             with torch.inference_mode(False):  # what becomes .grad is a plain tensor
-                self._gradients = _buffers([site.parameters if i in group else {} for i, site in enumerate(self._sites)])
+                self._gradients = buffers_for([site.parameters if i in group else {} for i, site in enumerate(self._sites)])
         return self._gradients
 
     def assign(self, group: list[int], optimizer: torch.optim.Optimizer) -> None:
@@ -42,7 +42,7 @@ class Updates:
                 parameter.grad = found.get(id(parameter))
 
 
-def _buffers(sites: Sequence[dict[str, nn.Parameter]]) -> Gradients:
+def buffers_for(sites: Sequence[dict[str, nn.Parameter]]) -> Gradients:
     """Zeros for each parameter; in one piece, where all are plain and of one type."""
     parameters = [p for site in sites for p in site.values()]
     if len({(p.dtype, p.device) for p in parameters}) != 1 or not all(p.is_contiguous() for p in parameters):

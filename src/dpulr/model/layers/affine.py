@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from dpulr.model.layers.base import Call, WeightDeltas, WeightLinearRule, not_cancelled, numel
 from dpulr.norms import flat_norm, row_norm, safe_row_norm
 
+_PRODUCTS_AT_ONCE = 2**18
+"""Numbers of sums of a few records each that are held before they are added up."""
+
 
 class AffineRule(WeightLinearRule):
     """Output space of `features @ weight.T + bias`, in groups (a linear layer has one)."""
@@ -153,10 +156,16 @@ class LinearRule(AffineRule):
         if not self._one_position(call.input) or type(self).add_gradient is not LinearRule.add_gradient:
             super().add_in_parts(call, signal, into, together)
             return
-        weight = into["weight"]
+        weight, x, start = into["weight"], call.input, 0
+        records = signal.shape[0]
+        whole = records // together
+        if 1 < whole <= _PRODUCTS_AT_ONCE // weight.numel():
+            start = whole * together
+            left, right = (rows[:start].reshape(whole, together, -1) for rows in (signal, x))
+            weight += torch.bmm(left.transpose(1, 2), right).sum(0, dtype=weight.dtype)
         total = torch.empty_like(weight, dtype=signal.dtype)
-        for start in range(0, len(signal), together):
-            weight += torch.mm(signal[start : start + together].t(), call.input[start : start + together], out=total)
+        for i in range(start, records, together):
+            weight += torch.mm(signal[i : i + together].t(), x[i : i + together], out=total)
         if "bias" in into:
             into["bias"] += signal.sum(0, dtype=torch.float64)
 
