@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,9 @@ from typer.main import get_command
 from dpulr import cli
 from dpulr.cli.app import app
 from dpulr.data import catalog, cifar
+from reproduction import RESULTS, documents
 from reproduction.__main__ import main as reproduction
+from reproduction.results_file import FOLDER_VARIABLE
 from tests.support.small_cli import child_environment
 from tests.test_docs import DEEPER, PAGES, PROGRAMS, ROOT, blocks
 from tests.test_docs import workplace as workplace
@@ -172,6 +175,14 @@ def for_language_models(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("reviews.csv").write_text("text,label\n" + "a very good film,1\na bad film,0\n" * 400)
 
 
+def for_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the results, and a folder for a picture: figure-bound computes and draws, and must leave the clone as it is."""
+    shutil.copytree(RESULTS, "results")
+    Path("images").mkdir()
+    monkeypatch.setenv(FOLDER_VARIABLE, "results")
+    monkeypatch.setattr(documents, "draw_bound", partial(documents.draw_bound, Path("images")))
+
+
 def for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("my").mkdir()
     Path("my/module.py").write_text(PEOPLE)
@@ -187,6 +198,7 @@ GIVEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "audit.md": for_audit,
     "cli.md": for_cli,
     "language-models.md": for_language_models,
+    "paper.md": for_paper,
     "scale.md": for_scale,
     "users.md": for_users,
 }
