@@ -398,7 +398,7 @@ class PrivacyEngine:
         """The model's accuracy on private held-out records, 0 to 1, with noise. It costs `epsilon`, which `privacy_spent` includes.
 
         The number of right answers gets discrete Laplace noise; the number of held-out records is taken as public. Of several
-        ranks, call it on rank 0 alone.
+        ranks, call it on rank 0 alone, and ask that one what was spent.
         """
         if self.plan.unit == "person":
             raise InvalidArgument(

@@ -3,7 +3,8 @@
 What is kept of a record is computed of that record and of public weights alone, to the last bit: passes have one size, which was
 tried on synthetic records (model/row_sizes.py), or each record has a pass of its own. So it costs no privacy, and one record more
 or less changes nothing that is kept of others. What is kept is as private as the record itself. Nothing is said of any record: one
-that can't be read, or whose pass raises, has NaN for all its values, and contributes nothing.
+that can't be read, or whose pass raises, has NaN for all its values, and contributes nothing. (Whole numbers know no NaN: where
+nothing else is kept, it has zeros, and counts as a record of these.)
 """
 
 from __future__ import annotations
