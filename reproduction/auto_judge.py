@@ -98,7 +98,7 @@ def _beside_opacus() -> str:
         gaps.append([score - scores[2] for score in scores[:2]])
         chosen = hidden[0]["chosen"]
         how = f"{chosen['repeats']}, {chosen['batch_size']}, {chosen['learning_rate']:g}"
-        seconds = f"{hidden[0]['cpu_seconds']:.0f}"
+        seconds = f"{hidden[0]['cpu_seconds']:.1f}"
         rows.append([cell.data, f"{cell.epsilon:g}", f"{cell.epochs}", *(f"{score:.2f}" for score in scores), how, seconds])
     if not rows:
         return "Not run yet."
