@@ -271,8 +271,6 @@ class PrivacyEngine:
             values = self.ranks.released(total, lambda own: self.fitted.privatise(own, self._noise.draw().to(device)), self.spacing)
             for observer in self._observers:
                 observer(Released(number, public, values.clone()))
-        if number + 1 < self.planned_steps:
-            self._noise.prepare()  # of the next step, in another thread
         if self._sets_rate:
             for settings in self.optimizer.param_groups:
                 settings["lr"] = self.choice.rate_at(number, self.planned_steps)

@@ -51,7 +51,7 @@ class Rows:
 
     def inside(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Places as row numbers, and which of them exist."""
-        if len(places) and places.min() >= 0 and places.max() < self.size:
+        if len(places) and np.minimum.reduce(places) >= 0 and np.maximum.reduce(places) < self.size:
             return places, np.arange(len(places))
         found = np.flatnonzero((places >= -self.size) & (places < self.size))
         return places[found] % self.size, found
@@ -75,9 +75,8 @@ def rows_of(column: Any, places: np.ndarray) -> Tensor:
     records = len(places)
     size = (records + max(_LEAST_ROOM, records // 8), *column.shape[1:])
     if isinstance(column, Tensor):
-        buffer = column.new_empty(size, requires_grad=False)
-        torch.index_select(column.detach(), 0, torch.from_numpy(places).to(column.device), out=buffer[:records])
-        return with_room(buffer, records)
+        first = with_room(torch.empty(size, dtype=column.dtype, device=column.device), records)
+        return torch.index_select(column.detach(), 0, torch.from_numpy(places).to(column.device), out=first)
     order = np.argsort(places, kind="stable")
     rows = np.empty(size, column.dtype.newbyteorder("="))
     rows[order] = column[places[order]]

@@ -73,12 +73,10 @@ def fill_room(batch: Any, one: Any, times: int) -> None:
     """Write what `followed_by` would add where the batch has room for it: then that need not copy the batch."""
     if times > 0 and _plain(batch):
         for leaf, own in zip(batch, one, strict=True):
-            buffer = getattr(leaf, _ROOM, leaf)
-            records = leaf.shape[0]
+            buffer, records = getattr(leaf, _ROOM, leaf), leaf.shape[0]
             if buffer.shape[0] >= records + times:
-                whole = buffer[: records + times]
-                whole[records:] = own
-                setattr(leaf, _FOLLOWED, (own, whole))
+                buffer[records : records + times] = own
+                setattr(leaf, _FOLLOWED, (own, buffer[: records + times]))
 
 
 def tensors(batch: Any) -> list[Tensor]:
