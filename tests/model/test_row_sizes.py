@@ -46,10 +46,10 @@ def test_records_go_alone_where_no_size_does() -> None:
 @pytest.mark.parametrize(("most", "sizes"), [(76, [16, 32, 48, 64]), (457, [64 * i for i in range(1, 8)]), (100, [32, 64, 96])])
 def test_where_a_batch_takes_several_passes_the_last_one_may_be_short(most: int, sizes: list[int]) -> None:
     """Else 250 records would take 320 rows, and 500 of them 512: two processes would not be twice as fast as one."""
-    rows = RowSizes(lambda: 500.0 if most == 76 else 2_000.0, most, in_vectors)
+    rows = RowSizes(lambda: 500.0 if most == 76 else 2_000.0, most, where(in_vectors))
     assert rows.sizes == sizes
     assert [rows.of(n) for n in (1, sizes[0] + 1, sizes[-1])] == [sizes[0], sizes[1], sizes[-1]]
-    coarse = RowSizes(lambda: 2_000.0, most, lambda sizes: all(size == rows.largest for size in sizes))
+    coarse = RowSizes(lambda: 2_000.0, most, where(lambda sizes: all(size == rows.largest for size in sizes)))
     assert coarse.sizes == sizes[-1:]
 
 
