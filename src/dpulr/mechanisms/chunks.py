@@ -37,7 +37,7 @@ class Chunks:
                 f"{fixed + self._record_bytes}."
             )
         self.room = max(2 * _FAST, 4 * self._record_bytes) if memory_limit is None else memory_limit - fixed
-        if forward.device.type == "cpu":
+        if forward.device.type == "cpu" and sites:  # not for zeroth-order, which is to take no more memory than inference
             keep_freed(min(self.room, 4 * _FAST))
 
     @property
