@@ -175,7 +175,7 @@ def for_language_models(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("reviews.csv").write_text("text,label\n" + "a very good film,1\na bad film,0\n" * 400)
 
 
-def for_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_own_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the results, and a folder for a picture: figure-bound computes and draws, and must leave the clone as it is."""
     shutil.copytree(RESULTS, "results")
     Path("images").mkdir()
@@ -195,10 +195,11 @@ def for_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 GIVEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "accounting.md": with_own_results,
     "audit.md": for_audit,
     "cli.md": for_cli,
     "language-models.md": for_language_models,
-    "paper.md": for_paper,
+    "paper.md": with_own_results,
     "scale.md": for_scale,
     "users.md": for_users,
 }
