@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from dpulr import accounting
 from dpulr.accounting.events import GaussianRelease
 from dpulr.accounting.statement import Guarantee
+from dpulr.allocator import give_back
 from dpulr.auto import choose
 from dpulr.distributed.facts import described, gathered_records
 from dpulr.distributed.launch import RANK_TIMEOUT
@@ -180,7 +181,7 @@ class PrivacyEngine:
             sites=self.mechanism.uses_sites,
             rows=setup.rows_of_a_pass(request),
         )
-        setup.give_back_memory()
+        give_back()
         setup.check_weights_of_loss(loss_fn, self.mechanism, self.forward, model)
         self.task, size = task_of(self.mechanism, self.forward, self.optimizer, request)
         repeats = getattr(self.mechanism, "repeats", None)
@@ -259,7 +260,7 @@ class PrivacyEngine:
         if not self.fitted.rows_settled:
             with trying(self.forward):
                 slow = self.fitted.settle_rows()
-            setup.give_back_memory()
+            give_back()
             if slow is not None:
                 warnings.warn(slow, stacklevel=2)
         with computing(self.forward, self._source):

@@ -161,7 +161,7 @@ def test_resident_memory_agrees(name: str, request: pytest.FixtureRequest) -> No
 
 KEPT = """
 import resource, torch
-from dpulr.mechanisms.chunks import keep_freed
+from dpulr.allocator import keep_freed
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):

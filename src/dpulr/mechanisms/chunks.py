@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dpulr.allocator import keep_freed
 from dpulr.errors import InvalidArgument
 from dpulr.model.batches import count, rows
 from dpulr.model.forward import Forward
@@ -70,24 +68,3 @@ class Chunks:
             part = min(most, repeats)
             yield part
             repeats -= part
-
-
-def keep_freed(most: int) -> None:
-    """Have glibc keep up to so many bytes of what one pass has freed for the next.
-
-    By itself it gives blocks of megabytes back to the system, which has to make their pages, and to clear them, for every pass
-    again. What the environment says of that (MALLOC_..._) stays.
-    """
-    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if sys.platform != "linux" or chosen or most <= _kept[0]:
-        return
-    _kept[0] = most
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK)
-        mallopt(_TRIM_THRESHOLD, most)
-
-
-_kept = [0]
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST_BLOCK = 32 * 2**20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import warnings
 from collections.abc import Callable, Mapping
@@ -33,14 +32,6 @@ _REPLAYED, _MOST_ROWS = 64, 8_000
 _WORTH_ADVICE = 50  # steps: to find the advice takes about as long as one or two
 _ADVISED: list[str] = []
 """What was said to the user of this process; nothing is said twice."""
-
-
-def give_back_memory() -> None:
-    """What trials took, and have freed, goes back to the operating system, where the C library knows how: a step needs less."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # not glibc
-        return
 
 
 # --- what is given --------------------------------------------------------------------------------------------------------
